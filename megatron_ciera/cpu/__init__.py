@@ -1,0 +1,10 @@
+"""Real Megatron-Core training without a GPU, over gloo. See docs/cpu.md.
+
+Nothing happens at import. The launcher calls, in this order:
+`is_needed()`, `install()`, `default_arguments(argv)`, then imports Megatron, then
+`install_megatron_patches()`.
+"""
+
+from megatron_ciera.cpu.layer import install, install_megatron_patches, is_needed
+
+__all__ = ["install", "install_megatron_patches", "is_needed"]
