@@ -1,0 +1,40 @@
+# make quickstart   train, fit a placement, resume three ways, compare; writes out/quickstart/
+# make test         everything but `gpu` and `slow` tests
+# make test-full    the full option matrix as well
+# make test-gpu     `gpu` tests, on a machine with GPUs
+# make lint         ruff, as continuous integration runs it
+# make venv         only the environment; PYTHON=/path/to/python3.12 chooses the interpreter
+
+VENV ?= .venv
+PYTHON ?= $(shell sh scripts/find_python.sh)
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-full test-gpu lint venv clean
+
+quickstart: venv
+	$(BIN)/python scripts/quickstart.py
+
+test: venv
+	$(BIN)/python -m pytest -q -m "not gpu and not slow" --durations 15
+
+test-full: venv
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-gpu:
+	$(PYTHON) -m pytest -q -m gpu
+
+lint: venv
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: setup.py constraints.txt
+	@test -n "$(PYTHON)" || { echo "megatron-ciera needs Python 3.12 or 3.13; none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "making $(VENV) with $(PYTHON) (PyTorch is several GB; the first time takes a few minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,dev,tensorboard]"
+	@touch $@
+
+clean:
+	rm -rf out $(VENV) build dist *.egg-info

@@ -1,0 +1,3 @@
+from megatron_ciera.launch import main
+
+main()

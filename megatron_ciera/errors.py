@@ -1,0 +1,39 @@
+"""The one error that ends a run before its first collective, and how it is shown."""
+
+import os
+import sys
+import time
+
+EXIT_CODE = 2
+
+# Every rank finds a wrong flag, but torchrun kills the others as soon as one exits. The first rank of a
+# node speaks at once; the others wait, so that a mistake common to all is printed once and one that only
+# this rank sees (a missing library, say) is still printed.
+_OTHER_RANKS_WAIT_S = 5.0
+
+
+class ConfigurationError(ValueError):
+    """A flag, file or environment that this run cannot work with."""
+
+
+def refuse(flag: str, found: object, wanted: str, remedy: str) -> ConfigurationError:
+    """The error for `flag`: value found, value wanted, way out. The caller raises it.
+
+    Args:
+        flag: flag, file or variable as the user wrote it.
+        found: value found.
+        wanted: what would work.
+        remedy: one or two things that the user can do.
+    """
+    return ConfigurationError(f"{flag}: found {found}, needs {wanted}. {remedy}")
+
+
+def exit_with(error: Exception) -> None:
+    """Prints `error` as one message without a traceback and ends the process with code 2."""
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_OTHER_RANKS_WAIT_S)
+    print(f"megatron-ciera: error (rank {rank}): {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # NOTE: os._exit, as interpreter teardown waits for data loaders and communicators of other threads.
+    os._exit(EXIT_CODE)

@@ -1,0 +1,68 @@
+"""A run observed for comparison with another: exact losses and metrics, and digests of the final parameters.
+
+Switched on by MEGATRON_CIERA_OBSERVE=FOLDER, for stock runs too (scripts/loss_compare.py, scripts/quickstart.py).
+Files: `iterations.jsonl`, written by the last rank, one object per iteration with float values as Python prints
+them (exact for float32); `parameters_rank<R>.json`, SHA-256 of each parameter's bytes on each rank.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+VARIABLE = "MEGATRON_CIERA_OBSERVE"
+
+
+def folder() -> Path | None:
+    """The folder named by MEGATRON_CIERA_OBSERVE, or None."""
+    name = os.environ.get(VARIABLE)
+    return Path(name) if name else None
+
+
+class Observer:
+    """Writes what one run did. `first` starts the file anew, so that a rerun does not append to an old one."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._first = True
+
+    def iteration(self, iteration: int, losses: Mapping, grad_norm, metrics: Mapping[str, float]) -> None:
+        """Appends one line. Host synchronisation: the losses are read. Call on one rank."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        record = {
+            "iteration": iteration,
+            "losses": {name: float(value) for name, value in losses.items()},
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "metrics": dict(metrics),
+        }
+        with open(self.path / "iterations.jsonl", "w" if self._first else "a") as file:
+            file.write(json.dumps(record) + "\n")
+        self._first = False
+
+    def parameters(self, model_chunks: list, rank: int) -> None:
+        """Writes the digests of this rank's parameters."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        digests = {}
+        for index, chunk in enumerate(model_chunks):
+            for name, parameter in chunk.named_parameters():
+                digests[f"{index}.{name}"] = digest(parameter)
+        (self.path / f"parameters_rank{rank}.json").write_text(json.dumps(digests, indent=1))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes, whatever its dtype. Copies it to the host."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def read_iterations(path: Path) -> list[dict]:
+    """The records of `iterations.jsonl` in a folder."""
+    return [json.loads(line) for line in (path / "iterations.jsonl").read_text().splitlines()]
+
+
+def read_parameters(path: Path) -> dict[str, dict[str, str]]:
+    """Digests per rank: {"parameters_rank0.json": {name: sha256}}."""
+    return {file.name: json.loads(file.read_text()) for file in sorted(path.glob("parameters_rank*.json"))}

@@ -1,0 +1,43 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="megatron-ciera",
+    version="0.1.0",
+    description="MoE training on Megatron-Core that communicates less, without changing what is trained",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["megatron_ciera", "megatron_ciera.*", "placement", "placement.*"]),
+    package_data={"megatron_ciera": ["py.typed"], "placement": ["py.typed"]},
+    python_requires=">=3.12",
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.19,<0.20",
+        "numpy",
+        "scipy",
+        "pyyaml",
+        "psutil",  # Megatron's torch_dist writer needs it and does not declare it
+        "einops",  # likewise, with several distributed-optimizer instances
+        "tqdm",
+    ],
+    extras_require={
+        "nvcomp": ["nvidia-libnvcomp-cu13>=6,<7"],
+        "plots": ["matplotlib"],
+        "partitioners": ["mtkahypar"],
+        "safetensors": ["safetensors"],
+        "tensorboard": ["tensorboard"],
+        "test": ["pytest", "hypothesis", "matplotlib", "safetensors"],
+        "dev": ["ruff", "pre-commit"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
