@@ -5,6 +5,7 @@ Nothing happens at import. The launcher calls, in this order:
 `install_megatron_patches()`.
 """
 
+from megatron_ciera.cpu.arguments import default_arguments
 from megatron_ciera.cpu.layer import install, install_megatron_patches, is_needed
 
-__all__ = ["install", "install_megatron_patches", "is_needed"]
+__all__ = ["default_arguments", "install", "install_megatron_patches", "is_needed"]

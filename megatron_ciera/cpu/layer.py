@@ -6,7 +6,7 @@ import sys
 import torch
 
 from megatron_ciera.compat.patching import check_signature, is_replaced, replace
-from megatron_ciera.cpu import adam, collectives, device, rng, streams
+from megatron_ciera.cpu import adam, collectives, device, matmul, rng, streams
 
 DEVICE_VARIABLE = "MEGATRON_CIERA_DEVICE"
 
@@ -42,6 +42,7 @@ def install() -> None:
     streams.install()
     rng.install()
     collectives.install()
+    matmul.install()
     # 42 functions of Megatron are compiled at import (jit.py); on CPU that takes longer than it saves.
     replace(torch, "compile", _compile)
 
