@@ -19,6 +19,7 @@ setup(
         "torch>=2.6",
         "megatron-core>=0.19,<0.20",
         "numpy",
+        "zstandard",  # entropy stage of the codecs on CPU
         "scipy",
         "pyyaml",
         "psutil",  # Megatron's torch_dist writer needs it and does not declare it

@@ -1,0 +1,1 @@
+"""The compressed, bit-exact parameter gather."""

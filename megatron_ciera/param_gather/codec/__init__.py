@@ -1,0 +1,45 @@
+"""Lossless codecs for parameter words. Contract: `base.py`. Bytes: docs/codec.md."""
+
+import torch
+
+from .base import NO_BAD_BLOCK, Codec, new_flags
+from .container import HEADER_BYTES
+from .words import HASH_BLOCK, as_words
+
+CODECS = ("exponent-reuse", "delta")
+CODERS = ("auto", "ans", "packed")
+
+__all__ = [
+    "CODECS",
+    "CODERS",
+    "Codec",
+    "HASH_BLOCK",
+    "HEADER_BYTES",
+    "NO_BAD_BLOCK",
+    "as_words",
+    "make_codec",
+    "new_flags",
+]
+
+
+def make_codec(
+    name: str, coder: str, dtype: torch.dtype, block_size: int = 512, device: torch.device | str = "cpu"
+) -> Codec:
+    """The codec ``name`` ('exponent-reuse' or 'delta') with entropy coder ``coder`` for parameters of ``dtype``.
+
+    ``block_size``: values of one exponent block, used by `exponent-reuse`, checked by both ends in every payload.
+    ``coder`` 'auto' picks the coder that is fastest to decode on ``device``. ValueError for anything unknown.
+    """
+    device = torch.device(device)
+    if name not in CODECS:
+        raise ValueError(f"codec {name!r}: wanted one of {', '.join(CODECS)}")
+    if coder not in CODERS:
+        raise ValueError(f"coder {coder!r}: wanted one of {', '.join(CODERS)}")
+    if block_size < 1:
+        raise ValueError(f"--ciera-block-size {block_size}: wanted at least 1 value a block")
+    if device.type == "cpu" and coder in ("auto", "ans"):
+        from .delta_cpu import DeltaCpu
+        from .exponent_reuse_cpu import ExponentReuseCpu
+
+        return {"delta": DeltaCpu, "exponent-reuse": ExponentReuseCpu}[name](dtype, block_size, device)
+    raise ValueError(f"coder {coder!r} on {device.type}: not available")
