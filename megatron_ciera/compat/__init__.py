@@ -5,7 +5,7 @@ Nothing happens at import. `install()` is called once by the launcher, after Meg
 
 
 def install() -> None:
-    """Apply every patch of this package; idempotent. Raises RuntimeError if Megatron is not as expected."""
+    """Apply every patch of this package; idempotent. Raises ConfigurationError if Megatron has changed."""
     from megatron_ciera.compat import dataset_helpers, norms
 
     norms.install()

@@ -7,30 +7,33 @@ wheel there is nothing to make, and the run would exit although the compiled mod
 import importlib
 from pathlib import Path
 
-from megatron_ciera.compat.patching import check_signature, is_replaced, original, replace
+from megatron_ciera.errors import refuse
+from megatron_ciera.seam import wrap
 
 
 def install() -> None:
-    """Make `megatron.core.datasets.utils.compile_helpers` accept the wheel's compiled helpers."""
+    """Make `megatron.core.datasets.utils.compile_helpers` accept the wheel's compiled helpers.
+
+    Idempotent. Raises ConfigurationError if Megatron has no such function.
+    """
     from megatron.core.datasets import utils
 
-    if is_replaced(utils, "compile_helpers"):
-        return
-    check_signature(utils, "compile_helpers", ())
-    replace(utils, "compile_helpers", _compile_helpers)
+    wrap(utils, "compile_helpers", (), lambda make: _compile_or_find(make, Path(utils.__file__).parent))
 
 
-def _compile_helpers() -> None:
-    from megatron.core.datasets import utils
+def _compile_or_find(make, folder: Path):
+    def compile_helpers() -> None:
+        if (folder / "Makefile").exists():
+            make()
+            return
+        try:
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+        except ImportError as error:
+            raise refuse(
+                str(folder),
+                "neither a helpers_cpp compiled for this Python nor a Makefile",
+                "one of them",
+                "Install a megatron-core wheel for this version of Python, or use a source checkout.",
+            ) from error
 
-    folder = Path(utils.__file__).parent
-    if (folder / "Makefile").exists():
-        original(utils, "compile_helpers")()
-        return
-    try:
-        importlib.import_module("megatron.core.datasets.helpers_cpp")
-    except ImportError as error:
-        raise RuntimeError(
-            f"{folder} has neither a compiled helpers_cpp for this Python nor a Makefile to build it; "
-            "install a megatron-core wheel for this Python version, or use a source checkout"
-        ) from error
+    return compile_helpers

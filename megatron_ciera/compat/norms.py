@@ -8,36 +8,28 @@ weights are partial sums, to be all-reduced over the tensor-parallel group. Mega
 
 import copy
 
-from megatron_ciera.compat.patching import check_signature, is_replaced, original, replace
-
-_PARAMETERS = (
-    "cls",
-    "config",
-    "hidden_size",
-    "eps",
-    "persist_layer_norm",
-    "zero_centered_gamma",
-    "normalization",
-)
+from megatron_ciera.seam import wrap
 
 
 def install() -> None:
-    """Let `megatron.core.transformer.torch_norm.WrappedTorchNorm` build norms for sequence parallelism."""
+    """Let `megatron.core.transformer.torch_norm.WrappedTorchNorm` build norms for sequence parallelism.
+
+    Idempotent. Raises ConfigurationError if the class is not the one of Megatron-Core 0.19.
+    """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    if is_replaced(WrappedTorchNorm, "__new__"):
-        return
-    check_signature(WrappedTorchNorm, "__new__", _PARAMETERS)
-    replace(WrappedTorchNorm, "__new__", staticmethod(_new_norm))
+    wrap(WrappedTorchNorm, "__new__", ("cls", "config", "hidden_size", "eps"), _with_sequence_parallel)
 
 
-def _new_norm(cls, config, *args, **kwargs):
-    build = original(cls, "__new__").__func__
-    if not config.sequence_parallel:
-        return build(cls, config, *args, **kwargs)
-    whole_sequence = copy.copy(config)
-    whole_sequence.sequence_parallel = False
-    norm = build(cls, whole_sequence, *args, **kwargs)
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = True
-    return norm
+def _with_sequence_parallel(build):
+    def new_norm(cls, config, *args, **kwargs):
+        if not config.sequence_parallel:
+            return build(cls, config, *args, **kwargs)
+        whole_sequence = copy.copy(config)
+        whole_sequence.sequence_parallel = False
+        norm = build(cls, whole_sequence, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return new_norm

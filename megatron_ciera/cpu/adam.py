@@ -8,7 +8,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from megatron_ciera.compat.patching import is_replaced, replace
+from megatron_ciera.cpu.replace import replace
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -84,17 +84,6 @@ def install() -> None:
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    if is_replaced(optimizer, "Adam"):
-        return
-    for module, names in (
-        (optimizer, ("Adam", "USING_PYTORCH_OPTIMIZER")),
-        (distrib_optimizer, ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER")),
-    ):
-        missing = [name for name in names if not hasattr(module, name)]
-        if missing:
-            raise RuntimeError(
-                f"{module.__name__} has no {', '.join(missing)}; use megatron-core >= 0.19, < 0.20"
-            )
     replace(optimizer, "Adam", FusedAdam)
     replace(optimizer, "USING_PYTORCH_OPTIMIZER", False)
     replace(distrib_optimizer, "Adam", FusedAdam)

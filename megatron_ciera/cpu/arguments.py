@@ -1,16 +1,19 @@
 """Megatron's command line on CPU: what it needs to say, and what it cannot ask for."""
 
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+
+from megatron_ciera.errors import refuse
 
 
 @dataclass(frozen=True)
 class _Default:
-    """`flag value` (no value: a switch) is added unless `flag` is given."""
+    """`flag value` (no value: a switch), added where `flag` is not given and `only_with` is."""
 
     flag: str
     value: str | None = None
+    only_with: str | None = None
 
 
 _DEFAULTS = (
@@ -22,75 +25,56 @@ _DEFAULTS = (
     _Default("--no-persist-layer-norm"),
     _Default("--no-masked-softmax-fusion"),
     _Default("--no-rope-fusion"),
-    # The default strategy needs nvidia-resiliency-ext.
-    _Default("--async-strategy", "mcore"),
+    # Megatron's default strategy needs nvidia-resiliency-ext.
+    _Default("--async-strategy", "mcore", only_with="--async-save"),
 )
 
-# CUDA_DEVICE_MAX_CONNECTIONS: validate_args wants 1 with tensor parallelism.
-# OMP_NUM_THREADS: several processes share the cores; torchrun sets the same.
-_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+# validate_args wants it with tensor parallelism; on CPU there are no hardware queues to order.
+_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
+# Flags that work on CPU with some values only.
+_ACCEPTED = {
+    "--distributed-backend": ("gloo",),
+    "--transformer-impl": ("local",),
+    "--context-parallel-size": ("1",),
+    "--attention-backend": ("auto", "local", "unfused"),
+    "--moe-token-dispatcher-type": ("alltoall", "allgather"),
+    "--cross-entropy-fusion-impl": ("native",),
+    "--cuda-graph-impl": ("none",),
+    "--recompute-modules": ("core_attn", "mlp", "shared_experts"),
+}
 
-@dataclass(frozen=True)
-class _Refusal:
-    """`flag` stops the run if `is_bad(value)`; `value` is None for a switch. `wanted` names the way out."""
+_TRANSFORMER_ENGINE = "it is part of Transformer Engine"
+_GPU_KERNELS = "its kernels are for GPUs only"
+_CUDA_GRAPHS = "there is no CUDA to record graphs of"
+_FULLY_SHARDED = "use --use-distributed-optimizer"
 
-    flag: str
-    is_bad: Callable[[str | None], bool]
-    wanted: str
+# Flags that must be absent on CPU, and why or what instead.
+_GPU_ONLY = {
+    "--hierarchical-context-parallel-sizes": "the local attention has no context parallelism",
+    "--multi-latent-attention": _TRANSFORMER_ENGINE,
+    "--experimental-attention-variant": _GPU_KERNELS,
+    "--use-flash-attn": _GPU_KERNELS,
+    "--moe-enable-deepep": _GPU_KERNELS,
+    "--moe-permute-fusion": _TRANSFORMER_ENGINE,
+    "--moe-router-fusion": _TRANSFORMER_ENGINE,
+    "--fp8-format": _TRANSFORMER_ENGINE,
+    "--fp8-param-gather": _TRANSFORMER_ENGINE,
+    "--fp4-format": _TRANSFORMER_ENGINE,
+    "--fp4-param-gather": _TRANSFORMER_ENGINE,
+    "--te-rng-tracker": _TRANSFORMER_ENGINE,
+    "--tp-comm-overlap": _TRANSFORMER_ENGINE,
+    "--use-precision-aware-optimizer": _TRANSFORMER_ENGINE,
+    "--optimizer-cpu-offload": "the optimizer is on CPU already",
+    "--optimizer-cuda-graph": _CUDA_GRAPHS,
+    "--enable-cuda-graph": _CUDA_GRAPHS,
+    "--external-cuda-graph": _CUDA_GRAPHS,
+    "--use-megatron-fsdp": _FULLY_SHARDED,
+    "--use-torch-fsdp2": _FULLY_SHARDED,
+    "--use-nccl-ub": "NCCL is not used",
+}
 
-
-def _always(value: str | None) -> bool:
-    return True
-
-
-def _other_than(*accepted: str) -> Callable[[str | None], bool]:
-    return lambda value: value not in accepted
-
-
-_NEEDS_TE = "it needs Transformer Engine, leave it out on CPU"
-
-_REFUSALS = (
-    _Refusal("--distributed-backend", _other_than("gloo"), "gloo is needed"),
-    _Refusal("--transformer-impl", _other_than("local"), "local is needed"),
-    _Refusal(
-        "--context-parallel-size",
-        _other_than("1"),
-        "1 is needed, the local attention has no context parallelism",
-    ),
-    _Refusal(
-        "--hierarchical-context-parallel-sizes",
-        _always,
-        "leave it out on CPU, the local attention has no context parallelism",
-    ),
-    _Refusal("--multi-latent-attention", _always, _NEEDS_TE),
-    _Refusal("--experimental-attention-variant", _always, "leave it out on CPU, it has GPU kernels only"),
-    _Refusal("--attention-backend", _other_than("auto", "local", "unfused"), "auto or local is needed"),
-    _Refusal("--use-flash-attn", _always, "leave it out on CPU, FlashAttention has GPU kernels only"),
-    _Refusal(
-        "--moe-token-dispatcher-type", _other_than("alltoall", "allgather"), "alltoall or allgather is needed"
-    ),
-    _Refusal("--moe-enable-deepep", _always, "leave it out on CPU, DeepEP has GPU kernels only"),
-    _Refusal("--moe-permute-fusion", _always, _NEEDS_TE),
-    _Refusal("--moe-router-fusion", _always, _NEEDS_TE),
-    _Refusal("--fp8-format", _always, _NEEDS_TE),
-    _Refusal("--fp8-param-gather", _always, _NEEDS_TE),
-    _Refusal("--fp4-format", _always, _NEEDS_TE),
-    _Refusal("--fp4-param-gather", _always, _NEEDS_TE),
-    _Refusal("--te-rng-tracker", _always, _NEEDS_TE),
-    _Refusal("--tp-comm-overlap", _always, _NEEDS_TE),
-    _Refusal("--cross-entropy-fusion-impl", _other_than("native"), "native is needed"),
-    _Refusal("--use-precision-aware-optimizer", _always, _NEEDS_TE),
-    _Refusal("--optimizer-cpu-offload", _always, "leave it out, the optimizer is on CPU already"),
-    _Refusal("--optimizer-cuda-graph", _always, "leave it out on CPU"),
-    _Refusal("--cuda-graph-impl", _other_than("none"), "none is needed"),
-    _Refusal("--enable-cuda-graph", _always, "leave it out on CPU"),
-    _Refusal("--external-cuda-graph", _always, "leave it out on CPU"),
-    _Refusal("--use-megatron-fsdp", _always, "use --use-distributed-optimizer on CPU"),
-    _Refusal("--use-torch-fsdp2", _always, "use --use-distributed-optimizer on CPU"),
-    _Refusal("--use-nccl-ub", _always, "leave it out on CPU, NCCL is not used"),
-    _Refusal("--async-strategy", _other_than("mcore"), "mcore is needed"),
-)
+_WAY_OUT = "Change or leave out the flag, or run where there is a GPU (megatron-ciera found none)."
 
 
 def default_arguments(
@@ -100,20 +84,23 @@ def default_arguments(
 
     Args:
         argv: Megatron's arguments, without the script; not changed.
-        environment: variables to complete; os.environ if None. Must be done before torch starts threads.
+        environment: variables to complete; os.environ if None.
+
     Returns:
-        The arguments with the missing flags appended, and one note for each addition, e.g.
-        "--distributed-backend gloo". What the user gave is never changed.
+        The arguments with the missing flags appended, and one note for each addition, as it would be typed.
+        What the user gave is never changed.
+
     Raises:
-        ValueError: a given flag cannot work on CPU; names flag, value found, value needed. All ranks get
-            the same command line and so the same error, before any process group is made.
+        ConfigurationError: a given flag cannot work on CPU. All ranks get the same command line and so the
+            same error, before any process group is made.
     """
     environment = os.environ if environment is None else environment
-    completed = list(argv)
-    _refuse_impossible(completed)
-    notes = []
+    given = _words_after_flags(argv)
+    _refuse_impossible(given)
+    completed, notes = list(argv), []
     for default in _DEFAULTS:
-        if not _is_given(completed, default.flag):
+        is_wanted = default.only_with is None or default.only_with in given
+        if is_wanted and default.flag not in given:
             added = [default.flag] if default.value is None else [default.flag, default.value]
             completed += added
             notes.append(" ".join(added))
@@ -124,28 +111,28 @@ def default_arguments(
     return completed, notes
 
 
-def _refuse_impossible(argv: Sequence[str]) -> None:
-    for refusal in _REFUSALS:
-        for value in _values(argv, refusal.flag):
-            if refusal.is_bad(value):
-                found = refusal.flag if value is None else f"{refusal.flag} {value}"
-                raise ValueError(f"{found} cannot work without a GPU: {refusal.wanted}")
+def _refuse_impossible(given: dict[str, list[str]]) -> None:
+    for flag, accepted in _ACCEPTED.items():
+        for value in given.get(flag, []):
+            if value not in accepted:
+                raise refuse(flag, value, f"{' or '.join(accepted)} without a GPU", _WAY_OUT)
+    for flag, reason in _GPU_ONLY.items():
+        if flag in given:
+            found = " ".join(given[flag]) or "it set"
+            raise refuse(flag, found, f"a GPU: {reason}", _WAY_OUT)
 
 
-def _is_given(argv: Sequence[str], flag: str) -> bool:
-    return bool(_values(argv, flag))
+def _words_after_flags(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Each flag given and the words after it. Of a repeated flag the last counts, as for argparse.
 
-
-def _values(argv: Sequence[str], flag: str) -> list[str | None]:
-    """The last value given for `flag`, as a list of one; [None] for a switch, [] if it is not given.
-
-    Megatron's parser takes no abbreviations, and of several values the last one counts.
+    Megatron's parser takes no abbreviations. A word that starts with two dashes is a flag.
     """
-    values: list[str | None] = []
-    for position, word in enumerate(argv):
-        if word == flag:
-            following = argv[position + 1] if position + 1 < len(argv) else "--"
-            values.append(None if following.startswith("--") else following)
-        elif word.startswith(flag + "="):
-            values.append(word[len(flag) + 1 :])
-    return values[-1:]
+    given: dict[str, list[str]] = {}
+    words: list[str] = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            words = given[flag] = [value] if equals else []
+        else:
+            words.append(word)
+    return given

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_ciera.compat.patching import replace
+from megatron_ciera.cpu.replace import replace
 
 CPU = torch.device("cpu")
 

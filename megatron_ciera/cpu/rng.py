@@ -12,7 +12,8 @@ import logging
 import torch
 from torch.utils.data import dataloader
 
-from megatron_ciera.compat.patching import check_signature, original, replace
+from megatron_ciera.cpu.replace import replace
+from megatron_ciera.seam import wrap
 
 
 def install() -> None:
@@ -26,9 +27,7 @@ def install() -> None:
         replace(module, "manual_seed_all", lambda seed: _seed(seed))
     # tensor_parallel/random.py sets states on the default generator itself.
     replace(torch.cuda, "default_generators", _OneGenerator())
-    iterator = dataloader._BaseDataLoaderIter
-    check_signature(iterator, "__init__", ("self", "loader"))
-    replace(iterator, "__init__", _init_iterator)
+    wrap(dataloader._BaseDataLoaderIter, "__init__", ("self", "loader"), _without_moving_generator)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_shared_generator_warning)
 
 
@@ -46,10 +45,13 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-def _init_iterator(self, loader) -> None:
-    state = torch.get_rng_state()
-    original(dataloader._BaseDataLoaderIter, "__init__")(self, loader)
-    torch.set_rng_state(state)
+def _without_moving_generator(init):
+    def init_iterator(self, loader) -> None:
+        state = torch.get_rng_state()
+        init(self, loader)
+        torch.set_rng_state(state)
+
+    return init_iterator
 
 
 def _is_not_shared_generator_warning(record: logging.LogRecord) -> bool:

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from megatron_ciera.compat.patching import replace
+from megatron_ciera.cpu.replace import replace
 
 
 class Event:
