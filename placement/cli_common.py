@@ -1,0 +1,131 @@
+"""What the two command lines share: trace arguments, progress on standard error, errors without traceback."""
+
+import argparse
+import sys
+
+from tqdm import tqdm
+
+from placement.trace import open_trace
+
+
+def positive_int(text: str) -> int:
+    """argparse type: an integer from 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} found, wanted an integer from 1")
+    return value
+
+
+def natural_int(text: str) -> int:
+    """argparse type: an integer from 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} found, wanted an integer from 0")
+    return value
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """TRACE... and the options that say how to read it."""
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        metavar="TRACE",
+        help="folder or file of Megatron's router_trace_rank*.jsonl, or an .npz of [layers, tokens, topk]",
+    )
+    parser.add_argument("--array", metavar="NAME", help="array of the .npz (default: top_indices)")
+    parser.add_argument(
+        "--pipeline-model-parallel-size",
+        type=positive_int,
+        default=1,
+        metavar="PP",
+        help="pipeline stages of the traced run: stage = rank // (ranks / PP) (default: 1)",
+    )
+    parser.add_argument(
+        "--virtual-pipeline-model-parallel-size",
+        type=positive_int,
+        default=1,
+        metavar="VPP",
+        help="virtual pipeline stages of the traced run; only 1 can be read from a Megatron trace",
+    )
+    parser.add_argument(
+        "--layers-per-stage",
+        type=positive_int,
+        nargs="+",
+        metavar="N",
+        help="decoder layers of the pipeline stages, one number or one each (default: found from the trace)",
+    )
+    parser.add_argument(
+        "--skip-tokens",
+        type=natural_int,
+        default=0,
+        metavar="N",
+        help="tokens to leave out in front (default: 0)",
+    )
+
+
+def open_trace_arguments(args):
+    """The reader that the parsed arguments name."""
+    if args.virtual_pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"--virtual-pipeline-model-parallel-size {args.virtual_pipeline_model_parallel_size}: "
+            "Megatron's trace "
+            "writes the layers of all virtual chunks of a rank under the same numbers, so they cannot be "
+            "told "
+            "apart; record the trace without virtual pipeline stages, or fit in the run "
+            "(--correlated-placement "
+            "without --placement-file)"
+        )
+    return open_trace(
+        args.traces,
+        array=args.array,
+        pipeline_parallel_size=args.pipeline_model_parallel_size,
+        layers_per_stage=args.layers_per_stage,
+    )
+
+
+class Progress:
+    """A tqdm bar on standard error, fed with totals; shown on a terminal only unless `always`."""
+
+    def __init__(self, description: str, unit: str, total: int | None = None, always: bool = False):
+        self.bar = tqdm(
+            desc=description,
+            unit=unit,
+            total=total,
+            file=sys.stderr,
+            leave=False,
+            unit_scale=unit == "token",
+            disable=None if not always else False,
+        )
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        if total:
+            self.bar.total = total
+        self.bar.update(done - self.bar.n)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()
+
+
+def say(text: str) -> None:
+    """One line on standard error, where --json leaves room for people."""
+    print(text, file=sys.stderr)
+
+
+def run(name: str, main, argv) -> int:
+    """Runs main(argv); a ValueError or OSError becomes one line on standard error and exit status 2."""
+    try:
+        return main(argv)
+    except (ValueError, OSError) as error:
+        say(f"{name}: error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        say(f"{name}: stopped")
+        return 130
+
+
+def percent(share: float | None) -> str:
+    """A share as a percentage for tables."""
+    return "-" if share is None else f"{100 * share:.1f}%"

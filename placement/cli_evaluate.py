@@ -1,0 +1,86 @@
+"""Command line: evaluate a placement on tokens it has not seen (scripts/evaluate_placement.py)."""
+
+import argparse
+import json
+import sys
+
+from placement import cli_common
+from placement.cli_common import percent, positive_int, say
+from placement.evaluate import evaluate, layers_in_trace
+from placement.file import Placement
+from placement.trace import iterate_tokens
+
+NAME = "evaluate_placement.py"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=NAME, description="Counts rows sent and rank load of a placement on a routing trace."
+    )
+    parser.add_argument("placement", metavar="PLACEMENT", help="file written by fit_placement.py")
+    cli_common.add_trace_arguments(parser)
+    parser.add_argument(
+        "--num-tokens", type=positive_int, metavar="N", help="tokens to evaluate on (default: all)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    return parser
+
+
+def main(argv=None) -> int:
+    """Runs the command line; returns the exit status."""
+    return cli_common.run(NAME, _main, argv)
+
+
+def _main(argv) -> int:
+    args = build_parser().parse_args(argv)
+    placement = Placement.load(args.placement)
+    reader = cli_common.open_trace_arguments(args)
+    rows = layers_in_trace(placement, reader.layer_ids, reader.source_layers)
+    _warn_seen(placement, reader, args)
+    with cli_common.Progress("evaluating", "token", args.num_tokens) as progress:
+        blocks = iterate_tokens(reader, args.skip_tokens, args.num_tokens)
+        report = evaluate(placement, _counted(blocks, progress), rows)
+    for note in reader.notes:
+        say(note)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _print_table(placement, report)
+    return 0
+
+
+def _counted(blocks, progress):
+    seen = 0
+    for block in blocks:
+        yield block
+        seen += block.shape[1]
+        progress(seen)
+
+
+def _warn_seen(placement: Placement, reader, args) -> None:
+    fit = placement.fit
+    fitted_from = fit.get("skip_tokens") or 0
+    until = float("inf") if args.num_tokens is None else args.skip_tokens + args.num_tokens
+    overlap = args.skip_tokens < fitted_from + (fit.get("tokens") or 0) and fitted_from < until
+    if overlap and fit.get("source") == reader.source and fit.get("iteration") in (None, reader.iteration):
+        say(
+            f"note: tokens {fitted_from} to {fitted_from + fit['tokens']} of {reader.source} were fitted on; "
+            "--skip-tokens leaves them out"
+        )
+
+
+def _print_table(placement: Placement, report: dict) -> None:
+    print(f"{placement.num_experts} experts, top-{placement.topk}, {placement.expert_parallel_size} ranks")
+    print("                 rows removed          rank load (max/mean)  locality")
+    print("layer            contiguous  placed    contiguous  placed    contiguous  predicted")
+    names = [str(layer.layer_id) for layer in placement.layers] + ["mean"]
+    for name, entry in zip(names, [*report["layers"], report], strict=True):
+        print(
+            f"{name:<16} {percent(entry['rows_removed_contiguous']):>10}  {percent(entry['rows_removed']):>6}"
+            f"    {entry['rank_load_contiguous']:>10.2f}  {entry['rank_load']:>6.2f}"
+            f"    {percent(entry['locality_contiguous']):>10}  {percent(entry['locality']):>9}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Command line: fit a placement from a routing trace (scripts/fit_placement.py)."""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+
+from placement import cli_common
+from placement.cli_common import percent, positive_int, say
+from placement.fit import check_shape, fit_layers, infer_num_experts
+from placement.trace import read_tokens
+
+NAME = "fit_placement.py"
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} found, wanted a number from 0, or inf for no limit")
+    return value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=NAME, description="Fits a correlated expert placement from the experts that tokens select."
+    )
+    cli_common.add_trace_arguments(parser)
+    parser.add_argument("--expert-parallel-size", type=positive_int, required=True, metavar="EP")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=positive_int,
+        metavar="R",
+        help="expert-parallel ranks of one node; fewer than EP: nodes are fitted first (default: EP)",
+    )
+    parser.add_argument(
+        "--num-experts", type=positive_int, metavar="E", help="experts of a layer (default: largest id + 1)"
+    )
+    parser.add_argument(
+        "--num-tokens",
+        type=positive_int,
+        default=4096,
+        metavar="N",
+        help="tokens to fit from (default: 4096)",
+    )
+    parser.add_argument(
+        "--load-tolerance",
+        type=_tolerance,
+        default=0.05,
+        metavar="X",
+        help="allowed rise of a layer's rank load (max/mean) over contiguous on the fit tokens (default: 0.05)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--output", default="placement.json", metavar="PATH", help="default: placement.json")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    return parser
+
+
+def main(argv=None) -> int:
+    """Runs the command line; returns the exit status."""
+    return cli_common.run(NAME, _main, argv)
+
+
+def _main(argv) -> int:
+    args = build_parser().parse_args(argv)
+    start = time.perf_counter()
+    reader = cli_common.open_trace_arguments(args)
+    with cli_common.Progress("reading", "token", args.num_tokens) as progress:
+        tokens = read_tokens(reader, args.skip_tokens, args.num_tokens, progress)
+    for note in reader.notes:
+        say(note)
+    ranks_per_node = args.ranks_per_node or args.expert_parallel_size
+    num_experts = args.num_experts or infer_num_experts(tokens.top_indices)
+    check_shape(num_experts, tokens.top_indices.shape[2], args.expert_parallel_size, ranks_per_node)
+    with cli_common.Progress("fitting", "layer", len(tokens.layer_ids)) as progress:
+        result = fit_layers(
+            tokens.top_indices,
+            args.expert_parallel_size,
+            ranks_per_node,
+            args.load_tolerance,
+            args.seed,
+            num_experts=num_experts,
+            layer_ids=tokens.layer_ids,
+            num_workers=len(os.sched_getaffinity(0)),
+            fit_info={
+                "source": tokens.source,
+                "iteration": tokens.iteration,
+                "skip_tokens": args.skip_tokens,
+            },
+            source_layers=tokens.source_layers,
+            progress=progress,
+        )
+    result.placement.save(args.output)
+    seconds = time.perf_counter() - start
+    if args.json:
+        print(json.dumps(_summary(args, result, seconds)))
+    else:
+        _print_table(args, result, seconds)
+    return 0
+
+
+def _summary(args, result, seconds: float) -> dict:
+    return {
+        "output": args.output,
+        "num_tokens": args.num_tokens,
+        "expert_parallel_size": args.expert_parallel_size,
+        "layers": [
+            {
+                "layer": layer.layer_id.layer,
+                **({"block": layer.layer_id.block} if layer.layer_id.block != "decoder" else {}),
+                "rows_removed_contiguous": layer.rows_removed_contiguous,
+                "rows_removed": layer.rows_removed,
+                "rank_load_contiguous": layer.rank_load_contiguous,
+                "rank_load": layer.rank_load,
+                "changed": layer.changed,
+            }
+            for layer in result.layers
+        ],
+        "seconds": seconds,
+    }
+
+
+def _print_table(args, result, seconds: float) -> None:
+    placement = result.placement
+    limit = "no limit" if math.isinf(args.load_tolerance) else f"+{args.load_tolerance:g}"
+    print(
+        f"{placement.num_experts} experts, top-{placement.topk}, {placement.expert_parallel_size} ranks, "
+        f"{args.num_tokens} fit tokens, rank load {limit}"
+    )
+    print("                 rows removed            rank load (max/mean)   held out")
+    print("layer            contiguous  placed      contiguous  placed     gain")
+    for layer in result.layers:
+        gain = f"{percent(layer.held_out_gain)} ({layer.held_out_sigmas:.1f} s.e.)"
+        gain = gain if layer.changed else f"left contiguous: {gain}"
+        print(
+            f"{layer.layer_id!s:<16} {percent(layer.rows_removed_contiguous):>10}  "
+            f"{percent(layer.rows_removed):>6}      {layer.rank_load_contiguous:>10.2f}  "
+            f"{layer.rank_load:>6.2f}"
+            f"     {gain if layer.changed else 'left contiguous: ' + gain}"
+        )
+    print(f"wrote {args.output} in {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""From routing to a placement: search, hold-out choice per layer, refusal when nothing is gained.
+
+A layer keeps its contiguous placement unless placements fitted on one half of the tokens beat it on the
+other half by two standard errors. When no layer gains beyond what chance would give among so many layers,
+there is nothing to place by and `NoGainError` is raised.
+"""
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import numpy as np
+from scipy.stats import norm
+from threadpoolctl import threadpool_limits
+
+from placement.file import DECODER, LayerId, LayerPlacement, Placement
+from placement.layer_fit import fit_layer, to_physical_map
+from placement.rows import contiguous_expert_to_rank, rank_load, ranks_per_token, rows_removed
+
+_CHANCE = 1e-3
+_STANDARD_ERRORS = 2.0
+_BLOCK_TOKENS = 64
+
+
+class NoGainError(ValueError):
+    """No layer sends fewer rows than contiguous placement beyond chance."""
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One fitted layer, measured on the fit tokens. `held_out_gain`: rows removed per assignment, and
+    `held_out_sigmas`: that gain in standard errors, both of placements fitted on the other half."""
+
+    layer_id: LayerId
+    expert_to_rank: np.ndarray
+    rows_removed_contiguous: float
+    rows_removed: float
+    rank_load_contiguous: float
+    rank_load: float
+    changed: bool
+    held_out_gain: float
+    held_out_sigmas: float
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """A placement and how it was chosen."""
+
+    placement: Placement
+    layers: tuple[LayerResult, ...]
+
+
+def fit(
+    top_indices: np.ndarray,
+    expert_parallel_size: int,
+    ranks_per_node: int | None = None,
+    load_tolerance: float = 0.05,
+    seed: int = 0,
+    *,
+    num_experts: int | None = None,
+    layer_ids=None,
+    num_workers: int = 1,
+    fit_info: dict | None = None,
+) -> Placement:
+    """Fits a placement to `top_indices` ([layers, tokens, topk] integer experts). See `fit_layers`."""
+    result = fit_layers(
+        top_indices,
+        expert_parallel_size,
+        ranks_per_node,
+        load_tolerance,
+        seed,
+        num_experts=num_experts,
+        layer_ids=layer_ids,
+        num_workers=num_workers,
+        fit_info=fit_info,
+    )
+    return result.placement
+
+
+def fit_layers(
+    top_indices: np.ndarray,
+    expert_parallel_size: int,
+    ranks_per_node: int | None = None,
+    load_tolerance: float = 0.05,
+    seed: int = 0,
+    *,
+    num_experts: int | None = None,
+    layer_ids=None,
+    num_workers: int = 1,
+    fit_info: dict | None = None,
+    source_layers: str | None = None,
+    progress=None,
+) -> FitResult:
+    """Fits every layer and measures it on the fit tokens.
+
+    `load_tolerance`: how much a layer's max/mean rank load may rise over contiguous (absolute; inf: any).
+    `layer_ids`: LayerId of each row, default decoder layers 0, 1, ...; `num_workers`: processes (forked; keep
+    1 inside a training job). `progress(done, total)` is called after each layer. Same input and seed, same
+    placement. Raises ValueError for input that cannot be fitted, NoGainError when no layer gains.
+    """
+    top_indices = np.asarray(top_indices)
+    if top_indices.ndim != 3:
+        raise ValueError(f"top_indices has shape {list(top_indices.shape)}, wanted [layers, tokens, topk]")
+    num_layers, num_tokens, topk = top_indices.shape
+    if layer_ids is None:
+        layer_ids = [LayerId(DECODER, layer) for layer in range(num_layers)]
+    if num_experts is None:
+        num_experts = infer_num_experts(top_indices)
+    ranks_per_node = ranks_per_node or expert_parallel_size
+    check_shape(num_experts, topk, expert_parallel_size, ranks_per_node)
+    check_experts(top_indices, num_experts, layer_ids)
+    jobs = [
+        (top_indices[index], layer_ids[index], num_experts, expert_parallel_size)
+        + (ranks_per_node, load_tolerance, seed)
+        for index in range(num_layers)
+    ]
+    layers = tuple(_run(jobs, num_workers, progress))
+    _refuse_chance(layers, num_tokens)
+    placement = Placement(
+        num_experts=num_experts,
+        topk=topk,
+        expert_parallel_size=expert_parallel_size,
+        ranks_per_node=ranks_per_node,
+        layers=tuple(
+            LayerPlacement(
+                layer.layer_id, to_physical_map(layer.expert_to_rank, num_experts // expert_parallel_size)
+            )
+            for layer in layers
+        ),
+        fit={"tokens": num_tokens, "source": None, "iteration": None, **(fit_info or {})},
+        source_layers=source_layers,
+    )
+    placement.validate()
+    return FitResult(placement, layers)
+
+
+def infer_num_experts(top_indices: np.ndarray) -> int:
+    """Largest expert id + 1, refused when most ids below it never occur (then ids are likely wrong)."""
+    if not top_indices.size:
+        raise ValueError("the trace is empty: no tokens to fit from; record one with more training steps")
+    num_experts = int(top_indices.max()) + 1
+    if int(top_indices.min()) >= 0 and num_experts > 4 * top_indices.shape[-1]:
+        seen = len(np.unique(top_indices))
+        if 2 * seen < num_experts:
+            raise ValueError(
+                f"the largest expert id is {num_experts - 1} but only {seen} different experts are ever "
+                f"selected: ids may be out of range; give --num-experts if the model has {num_experts} or "
+                "more"
+            )
+    return num_experts
+
+
+def check_shape(num_experts: int, topk: int, expert_parallel_size: int, ranks_per_node: int) -> None:
+    """Raises ValueError for sizes that no placement can have."""
+    if expert_parallel_size < 2:
+        raise ValueError(
+            f"--expert-parallel-size is {expert_parallel_size}: with one rank there is nothing to place; "
+            "give the expert-model-parallel size of the training run, 2 or more"
+        )
+    if topk < 2:
+        raise ValueError(
+            f"the trace has topk = {topk}: a token selects one expert, so no two experts are selected "
+            "together and placement cannot remove a row; use a model with topk >= 2"
+        )
+    if num_experts % expert_parallel_size:
+        raise ValueError(
+            f"{num_experts} experts are not divisible by --expert-parallel-size {expert_parallel_size}; give "
+            "the size of the training run, or --num-experts when the trace does not show the last experts"
+        )
+    if expert_parallel_size % ranks_per_node:
+        raise ValueError(
+            f"--expert-parallel-size {expert_parallel_size} is not a multiple of --ranks-per-node "
+            f"{ranks_per_node}; give the number of expert-parallel ranks that share a node"
+        )
+
+
+def check_experts(top_indices: np.ndarray, num_experts: int, layer_ids) -> None:
+    """Raises ValueError, naming layer and token, for ids out of range or twice in one token."""
+    for index, layer_id in enumerate(layer_ids):
+        experts = top_indices[index]
+        if not experts.size:
+            raise ValueError(f"{layer_id}: no tokens; record a longer trace")
+        bad = np.argwhere((experts < 0) | (experts >= num_experts))
+        if len(bad):
+            token, column = bad[0]
+            raise ValueError(
+                f"{layer_id}, token {token}: expert id {int(experts[token, column])} is out of range "
+                f"0..{num_experts - 1}; check that trace, --array and --num-experts belong to this model"
+            )
+        ordered = np.sort(experts, axis=1)
+        twice = np.argwhere(ordered[:, 1:] == ordered[:, :-1])
+        if len(twice):
+            token, column = twice[0]
+            raise ValueError(
+                f"{layer_id}, token {token}: expert {int(ordered[token, column])} is selected twice; a "
+                "router "
+                "selects distinct experts, so the trace is damaged or holds something else"
+            )
+
+
+def _run(jobs, num_workers: int, progress):
+    results = []
+    if num_workers <= 1 or len(jobs) == 1:
+        for job in jobs:
+            results.append(_fit_one(job))
+            if progress:
+                progress(len(results), len(jobs))
+        return results
+    with ProcessPoolExecutor(min(num_workers, len(jobs)), mp_context=get_context("fork")) as pool:
+        for result in pool.map(_fit_one, jobs):
+            results.append(result)
+            if progress:
+                progress(len(results), len(jobs))
+    return results
+
+
+def _fit_one(job) -> LayerResult:
+    top_indices, layer_id, num_experts, expert_parallel_size, ranks_per_node, tolerance, seed = job
+    contiguous = contiguous_expert_to_rank(num_experts, expert_parallel_size)
+
+    def run(tokens):
+        return fit_layer(tokens, num_experts, expert_parallel_size, ranks_per_node, tolerance, seed)
+
+    # Matrices are small: several BLAS threads would cost far more than they save.
+    with threadpool_limits(1, "blas"):
+        gain, sigmas = _held_out_gain(top_indices, contiguous, run)
+        fitted = run(top_indices) if sigmas > _STANDARD_ERRORS else contiguous
+    return LayerResult(
+        layer_id=layer_id,
+        expert_to_rank=fitted,
+        rows_removed_contiguous=rows_removed(top_indices, contiguous),
+        rows_removed=rows_removed(top_indices, fitted),
+        rank_load_contiguous=rank_load(top_indices, contiguous, expert_parallel_size),
+        rank_load=rank_load(top_indices, fitted, expert_parallel_size),
+        changed=bool((fitted != contiguous).any()),
+        held_out_gain=gain,
+        held_out_sigmas=sigmas,
+    )
+
+
+def _held_out_gain(top_indices: np.ndarray, contiguous: np.ndarray, run) -> tuple[float, float]:
+    """Gain over contiguous of fits to one half, on the other half: (rows per assignment, standard errors).
+
+    The standard error is taken over blocks of consecutive tokens, which share their text.
+    """
+    half = len(top_indices) // 2
+    if half < 2:
+        return 0.0, 0.0
+    blocks = []
+    for fit_part, other in ((slice(None, half), slice(half, None)), (slice(half, None), slice(None, half))):
+        fitted = run(top_indices[fit_part])
+        tokens = top_indices[other]
+        saved = ranks_per_token(tokens, contiguous) - ranks_per_token(tokens, fitted)
+        size = max(1, min(_BLOCK_TOKENS, half // 8))
+        blocks += [saved[start : start + size].mean() for start in range(0, len(saved) - size + 1, size)]
+    blocks = np.asarray(blocks)
+    error = blocks.std(ddof=1) / np.sqrt(len(blocks)) if len(blocks) > 1 else np.inf
+    gain = float(blocks.mean())
+    return gain / top_indices.shape[1], gain / error if error > 0 else 0.0 if gain <= 0 else np.inf
+
+
+def _refuse_chance(layers, num_tokens: int) -> None:
+    sigmas = np.asarray([min(layer.held_out_sigmas, 1e6) for layer in layers])
+    best_wanted = norm.isf(_CHANCE / len(sigmas))
+    together = float(sigmas.sum() / np.sqrt(len(sigmas)))
+    if any(layer.changed for layer in layers) and (
+        sigmas.max() > best_wanted or together > norm.isf(_CHANCE)
+    ):
+        return
+    raise NoGainError(
+        f"no layer gains beyond chance from {num_tokens} tokens: on held-out tokens the best of "
+        f"{len(layers)} "
+        f"layers gains {sigmas.max():.1f} standard errors, wanted more than {best_wanted:.1f}. Experts are "
+        "selected together as often as independent routing would: is routing forced to be balanced "
+        "(--moe-router-force-load-balancing), are data mocked (--mock-data), or is training at its very "
+        "beginning? Nothing was written. Record real routing later in training, or more tokens (--num-tokens)"
+    )

@@ -1,0 +1,195 @@
+"""Kernighan-Lin passes over swaps of two experts, for any objective that can price every swap at once.
+
+An objective offers `gains(cluster)` -> [num_experts, num_experts] (gain of swapping experts a and b, larger
+is better) and `swap(a, b)`. Two are here: `PairObjective` (the paper's: co-selections inside a rank) and
+`RowObjective` (exact rows sent: distinct (token, rank) pairs). They agree for topk = 2 only: m experts of a
+token on one rank save m - 1 rows but count m (m - 1) / 2 pairs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.co_selection import incidence
+
+_FORBIDDEN = np.float32(-np.inf)
+
+
+@dataclass
+class LoadLimit:
+    """Keeps the heaviest rank at or under `limit` assignments.
+
+    `loads`: [num_experts] assignments of each expert; ranks are those of `expert_to_rank`, which the search
+    updates. A swap that makes a rank heavier than the limit is not allowed.
+    """
+
+    loads: np.ndarray
+    limit: float
+
+    def respected(self, expert_to_rank: np.ndarray, num_ranks: int) -> bool:
+        """True when no rank is over the limit."""
+        rank_loads = np.bincount(expert_to_rank, weights=self.loads, minlength=num_ranks)
+        return bool(rank_loads.max() <= self.limit + 1e-9)
+
+    def allowed(self, expert_to_rank: np.ndarray, num_ranks: int) -> np.ndarray:
+        """[num_experts, num_experts] bool: swaps after which both ranks respect the limit."""
+        rank_loads = np.bincount(expert_to_rank, weights=self.loads, minlength=num_ranks)
+        room = (self.limit - rank_loads)[expert_to_rank]
+        growth = self.loads[None, :] - self.loads[:, None]
+        return (growth <= room[:, None] + 1e-9) & (-growth <= room[None, :] + 1e-9)
+
+
+class PairObjective:
+    """Sum of W over pairs of experts in the same cluster. `cluster`: [num_experts] in 0 .. num_clusters-1."""
+
+    def __init__(self, matrix: np.ndarray, cluster: np.ndarray, num_clusters: int):
+        self.matrix = np.ascontiguousarray(matrix, dtype=np.float32)
+        self.cluster = cluster.copy()
+        members = np.zeros((len(cluster), num_clusters), dtype=np.float32)
+        members[np.arange(len(cluster)), cluster] = 1.0
+        self.to_cluster = self.matrix @ members
+
+    def gains(self) -> np.ndarray:
+        to_other = self.to_cluster[:, self.cluster]
+        own = np.diagonal(to_other)
+        one_way = to_other - own[:, None]
+        return one_way + one_way.T - 2.0 * self.matrix
+
+    def swap(self, first: int, second: int) -> None:
+        p, q = self.cluster[first], self.cluster[second]
+        change = self.matrix[:, second] - self.matrix[:, first]
+        self.to_cluster[:, p] += change
+        self.to_cluster[:, q] -= change
+        self.cluster[first], self.cluster[second] = q, p
+
+    def value(self) -> float:
+        return float(self.to_cluster[np.arange(len(self.cluster)), self.cluster].sum() / 2.0)
+
+
+class RowObjective:
+    """Minus the (weighted) number of distinct (token, cluster) pairs.
+
+    Moving expert a out of cluster p frees the row of each of its tokens that has nothing else on p
+    (`freed[a]`); moving it into q costs a row for each of its tokens with nothing on q (`new[a, q]`). Tokens
+    that hold both swapped experts keep their rows, so what was counted for them is taken back
+    (`shared[a, b]`: tokens of a and b for which a is alone on its cluster).
+    """
+
+    def __init__(self, selected: np.ndarray, weights, cluster: np.ndarray, num_clusters: int):
+        """`selected`: [tokens, num_experts] 0/1; `weights`: [tokens] or None for ones."""
+        self.selected = selected
+        self.by_expert = np.ascontiguousarray(selected.T) > 0
+        self.weighted = selected if weights is None else selected * weights[:, None].astype(np.float32)
+        self.cluster = cluster.copy()
+        members = np.zeros((len(cluster), num_clusters), dtype=np.float32)
+        members[np.arange(len(cluster)), cluster] = 1.0
+        self.counts = selected @ members
+        alone = self.weighted * (self.counts[:, cluster] == 1.0)
+        self.freed = alone.sum(axis=0)
+        self.new = self.weighted.T @ (self.counts == 0.0).astype(np.float32)
+        self.shared = alone.T @ selected
+        np.fill_diagonal(self.shared, 0.0)
+
+    def gains(self) -> np.ndarray:
+        one_way = self.freed[:, None] - self.new[:, self.cluster] - self.shared
+        return one_way + one_way.T
+
+    def swap(self, first: int, second: int) -> None:
+        p, q = self.cluster[first], self.cluster[second]
+        tokens = np.flatnonzero(self.by_expert[first] != self.by_expert[second])
+        selected, weighted = self.selected[tokens], self.weighted[tokens]
+        touched = np.flatnonzero((self.cluster == p) | (self.cluster == q))
+        counts = self.counts[tokens]
+        alone_before = counts[:, self.cluster[touched]] == 1.0
+        empty_before = counts[:, [p, q]] == 0.0
+        shift = selected[:, second] - selected[:, first]
+        counts[:, p] += shift
+        counts[:, q] -= shift
+        self.counts[tokens] = counts
+        self.cluster[first], self.cluster[second] = q, p
+        alone_change = (counts[:, self.cluster[touched]] == 1.0).astype(np.float32) - alone_before
+        empty_change = (counts[:, [p, q]] == 0.0).astype(np.float32) - empty_before
+        change = weighted[:, touched] * alone_change
+        self.new[:, [p, q]] += weighted.T @ empty_change
+        self.freed[touched] += change.sum(axis=0)
+        self.shared[touched] += change.T @ selected
+        # Tokens with both experts keep their counts, but whether `first` is alone is now asked of q.
+        self._recount_both(first, second)
+        self.shared[first, first] = self.shared[second, second] = 0.0
+        np.fill_diagonal(self.shared, 0.0)
+
+    def _recount_both(self, first: int, second: int) -> None:
+        both = np.flatnonzero(self.by_expert[first] & self.by_expert[second])
+        if not len(both):
+            return
+        selected = self.selected[both]
+        counts = self.counts[both]
+        for expert, other in ((first, second), (second, first)):
+            now, before = self.cluster[expert], self.cluster[other]
+            change = (counts[:, now] == 1.0).astype(np.float32) - (counts[:, before] == 1.0)
+            change *= self.weighted[both, expert]
+            self.freed[expert] += change.sum()
+            self.shared[expert] += change @ selected
+
+    def value(self) -> float:
+        row_weight = self.weighted.max(axis=1)
+        return -float(row_weight @ (self.counts > 0.0).sum(axis=1))
+
+
+def search(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, max_passes=8, depth=None):
+    """Improves a placement by Kernighan-Lin passes of swaps until a pass gains nothing.
+
+    Each pass makes the best allowed swap again and again, also when it loses, each expert at most once,
+    and keeps the best prefix. `expert_to_rank` ([num_experts], updated copy returned) is what the load limit
+    sees; `objective.cluster` may be coarser (nodes). `allowed(expert_to_rank)`: extra [E, E] bool mask.
+    `depth`: losing swaps in a row after which a pass ends. Deterministic: ties go to the lowest pair.
+    """
+    expert_to_rank = expert_to_rank.copy()
+    num_experts = len(expert_to_rank)
+    depth = depth or max(4, num_experts // 16)
+    for _ in range(max_passes):
+        swaps, best_length, total, best_total = [], 0, 0.0, 0.0
+        free = np.ones(num_experts, dtype=bool)
+        while len(swaps) - best_length < depth:
+            gains = objective.gains()
+            usable = objective.cluster[:, None] != objective.cluster[None, :]
+            usable &= free[:, None] & free[None, :]
+            if allowed is not None:
+                usable &= allowed(expert_to_rank)
+            if load_limit is not None:
+                usable &= load_limit.allowed(expert_to_rank, num_ranks)
+            flat = int(np.argmax(np.where(usable, gains, _FORBIDDEN)))
+            first, second = divmod(flat, num_experts)
+            if not usable[first, second]:
+                break
+            total += float(gains[first, second])
+            _swap(objective, expert_to_rank, first, second)
+            free[first] = free[second] = False
+            swaps.append((first, second))
+            if total > best_total + 1e-3:
+                best_total, best_length = total, len(swaps)
+        for first, second in reversed(swaps[best_length:]):
+            _swap(objective, expert_to_rank, first, second)
+        if not best_length:
+            break
+    return expert_to_rank
+
+
+def _swap(objective, expert_to_rank, first, second):
+    objective.swap(first, second)
+    expert_to_rank[first], expert_to_rank[second] = expert_to_rank[second], expert_to_rank[first]
+
+
+def pair_search(matrix, expert_to_rank, num_ranks, load_limit=None, **options) -> np.ndarray:
+    """Kernighan-Lin on the co-selection matrix. Returns the new expert_to_rank."""
+    objective = PairObjective(matrix, expert_to_rank, num_ranks)
+    return search(objective, expert_to_rank, num_ranks, load_limit, **options)
+
+
+def row_search(
+    top_indices, expert_to_rank, num_ranks, load_limit=None, weights=None, **options
+) -> np.ndarray:
+    """Kernighan-Lin on exact row counts of [tokens, topk]. Returns the new expert_to_rank."""
+    selected = incidence(top_indices, len(expert_to_rank))
+    objective = RowObjective(selected, weights, expert_to_rank, num_ranks)
+    return search(objective, expert_to_rank, num_ranks, load_limit, **options)
