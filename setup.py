@@ -25,6 +25,7 @@ setup(
         "psutil",  # Megatron's torch_dist writer needs it and does not declare it
         "einops",  # likewise, with several distributed-optimizer instances
         "tqdm",
+        "threadpoolctl",  # one BLAS thread while placements are fitted: the matrices are small
     ],
     extras_require={
         "nvcomp": ["nvidia-libnvcomp-cu13>=6,<7"],

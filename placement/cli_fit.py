@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_tolerance,
         default=0.05,
         metavar="X",
-        help="allowed rise of a layer's rank load (max/mean) over contiguous on the fit tokens (default: 0.05)",
+        help="allowed rise of max/mean rank load over contiguous, on the fit tokens, per layer (default: 0.05)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--output", default="placement.json", metavar="PATH", help="default: placement.json")

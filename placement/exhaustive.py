@@ -38,8 +38,8 @@ def partitions(num_experts: int, num_ranks: int):
 def fewest_rows(top_indices: np.ndarray, num_experts: int, num_ranks: int, load_limit=None) -> np.ndarray:
     """expert_to_rank with the fewest rows among all that respect the limit; the first of equals.
 
-    `load_limit`: a `LoadLimit` or None. Cost grows with `num_partitions`; raises ValueError when none respects
-    the limit.
+    `load_limit`: a `LoadLimit` or None. Cost grows with `num_partitions`. Raises ValueError when none
+    respects the limit.
     """
     best, best_rows = None, None
     for expert_to_rank in partitions(num_experts, num_ranks):
