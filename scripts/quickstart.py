@@ -1,0 +1,46 @@
+"""The first run: trains a small MoE GPT on real text and shows what our flags change and what they do not.
+
+Writes report.json and report.html and ends with a table. Exit code 1 if something that should hold does not.
+"""
+
+import _path  # noqa: F401
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from megatron_ciera import cpu
+from megatron_ciera.quickstart import page, steps, summary
+from megatron_ciera.quickstart.runs import Plan
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("out/quickstart"))
+    parser.add_argument("--short", action="store_true", help="a quarter of the iterations, for a check")
+    options = parser.parse_args(argv)
+
+    begin = time.perf_counter()
+    shutil.rmtree(options.output, ignore_errors=True)
+    plan = Plan(options.output.resolve(), *((24, 12) if options.short else (100, 50)))
+    plan.folder.mkdir(parents=True)
+    if cpu.is_needed():
+        cpu.install()  # for the dataset writer, which imports Megatron in this process
+    outcome = steps.run(plan)
+    (plan.folder / "report.json").write_text(json.dumps(outcome.report, indent=2) + "\n")
+    page.write(plan, outcome, plan.folder / "report.html")
+
+    print(page.table(outcome.report))
+    print(
+        f"\n{time.perf_counter() - begin:.0f} s; {options.output}/report.json, {options.output}/report.html"
+    )
+    wrong = summary.problems(outcome.report)
+    for text in wrong:
+        print(f"does not hold: {text}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Launching for real: what stops a run, on every rank and without framework tracebacks, and what changes nothing."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, TINY, launch
+
+PLAIN = str(ROOT / "tests" / "plain_megatron.py")
+
+
+def without(flags, *names):
+    """TINY-style flags without the named ones (and their values)."""
+    kept, skip = [], False
+    for word in flags:
+        if word.startswith("--"):
+            skip = word in names
+        if not skip:
+            kept.append(word)
+    return kept
+
+
+@pytest.fixture(scope="module")
+def other_host(tmp_path_factory):
+    """A checkout whose Megatron-Core is of a version that we do not know, with a script beside it."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "megatron" / "core").mkdir(parents=True)
+    (folder / "megatron" / "core" / "__init__.py").write_text('__version__ = "0.20.0"\n')
+    (folder / "pretrain_gpt.py").write_text("raise SystemExit('the script must not start')\n")
+    return folder / "pretrain_gpt.py"
+
+
+def yaml_file(folder: Path, text: str) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(text)
+    return str(folder / "run.yaml")
+
+
+STOPPED = {
+    "without distributed optimizer": (
+        [*without(TINY, "--use-distributed-optimizer"), "--ciera"],
+        "--ciera: found no --use-distributed-optimizer",
+    ),
+    "tensor parallel without sequence parallel": (
+        [*TINY, "--tensor-model-parallel-size", "2", "--ciera"],
+        "needs --sequence-parallel",
+    ),
+    "world that does not fit": (
+        [*TINY, "--pipeline-model-parallel-size", "3", "--ciera"],
+        "found 2 processes, needs a multiple of 3",
+    ),
+    "dedup with allgather": (
+        [
+            *without(TINY, "--moe-token-dispatcher-type"),
+            "--expert-model-parallel-size",
+            "2",
+            "--dedup-dispatch",
+        ],
+        "--dedup-dispatch: found --moe-token-dispatcher-type allgather",
+    ),
+    "yaml-cfg beside our flags": (
+        [*TINY, "--yaml-cfg", "some.yaml", "--ciera"],
+        "--yaml-cfg: found --ciera beside it",
+    ),
+    "an assertion of Megatron": (
+        [*TINY, "--ciera", "--overlap-param-gather"],
+        "Megatron refuses these flags",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_stops_on_every_rank_with_one_message(tmp_path, case):
+    flags, message = STOPPED[case]
+    run = launch(tmp_path, 2, flags, timeout=120)
+    assert run.returncode != 0
+    assert message in run.output
+    assert run.output.count("megatron-ciera: error") == 1
+    assert run.tracebacks == 0
+    assert not (tmp_path / "iterations.jsonl").exists()
+
+
+def test_unknown_yaml_key(tmp_path):
+    config = yaml_file(tmp_path / "config", "megatron: {num-layer: 2, ciera: true}")
+    run = launch(tmp_path, 2, [*TINY, "--config", config], timeout=120)
+    assert run.returncode != 0
+    assert "unknown key 'num-layer'" in run.output and "Did you mean 'num-layers'" in run.output
+    assert run.tracebacks == 0
+
+
+def test_megatron_version_out_of_range(tmp_path, other_host):
+    run = launch(tmp_path, 2, TINY, script=("-m", "megatron_ciera", str(other_host)), timeout=120)
+    assert run.returncode != 0
+    assert "found version 0.20.0" in run.output and "needs >=0.19,<0.20" in run.output
+    assert "must not start" not in run.output and run.tracebacks == 0
+
+
+def test_missing_script(tmp_path):
+    run = launch(tmp_path, 1, [], script=("-m", "megatron_ciera", "no/such/pretrain_gpt.py"), timeout=60)
+    assert run.returncode != 0 and "no such file" in run.output and run.tracebacks == 0
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Megatron as it is, started without our launcher."""
+    flags = [*TINY, "--expert-model-parallel-size", "2"]
+    return launch(tmp_path_factory.mktemp("plain"), 2, flags, script=(PLAIN,)).check()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [([], {}), (["--ciera", "--correlated-placement"], {"MEGATRON_CIERA_DISABLE": "1"})],
+    ids=["no flag", "disabled"],
+)
+def test_nothing_changes(tmp_path, plain, flags, environment):
+    run = launch(tmp_path, 2, [*TINY, "--expert-model-parallel-size", "2", *flags], **environment).check()
+    assert run.iterations == plain.iterations
+    assert run.parameters == plain.parameters
+    assert "attached:" not in run.output
+
+
+def test_nothing_is_wrapped_without_flags(parse_flags, monkeypatch):
+    from megatron.training import arguments, training
+
+    monkeypatch.delenv("MEGATRON_CIERA_OBSERVE", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    before = {name: value for name, value in vars(training).items() if callable(value)}
+    from megatron_ciera import cpu
+
+    words, _ = cpu.default_arguments(TINY)
+    arguments.validate_args(parse_flags(words))
+    assert {name: value for name, value in vars(training).items() if callable(value)} == before
+
+
+@pytest.mark.skipif(
+    "MEGATRON_LM_PATH" not in os.environ,
+    reason="set MEGATRON_LM_PATH to a Megatron-LM checkout of core_v0.19.0",
+)
+@pytest.mark.parametrize(
+    ("processes", "parallel"),
+    [
+        (2, "--expert-model-parallel-size 2"),
+        (
+            4,
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+            "--expert-tensor-parallel-size 1",
+        ),
+    ],
+)
+def test_upstream_script_unmodified(tmp_path, processes, parallel):
+    upstream = Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"
+    flags = [*TINY, *parallel.split()]
+    script = ("-m", "megatron_ciera", str(upstream))
+    stock = launch(tmp_path / "stock", processes, flags, script=script).check()
+    ciera = launch(
+        tmp_path / "ciera", processes, [*flags, "--ciera", "--ciera-warmup-iters", "2"], script=script
+    ).check()
+    assert [r["losses"] for r in ciera.iterations] == [r["losses"] for r in stock.iterations]
+    assert ciera.parameters == stock.parameters
