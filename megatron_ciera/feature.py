@@ -29,6 +29,8 @@ class Feature:
     """One switchable part of this package. Every method is called on every rank, in the same order."""
 
     name = "feature"
+    # All features of the run, this one included; set by the training loop before the first call.
+    peers: "list[Feature]" = []
 
     def model_built(self, model_chunks: list) -> None:
         """DDP-wrapped chunks of this rank exist; no optimizer yet, nothing loaded."""
@@ -47,6 +49,9 @@ class Feature:
 
     def before_save(self, iteration: int) -> None:
         """Before a checkpoint of `iteration` is written."""
+
+    def invalidate(self, expert_only: bool = False) -> None:
+        """Parameters (of experts only, or all) were rewritten outside the optimizer, on every rank alike."""
 
     def metrics(self) -> dict[str, float]:
         """Values since the last call, the same on every rank. May communicate; called on every rank."""

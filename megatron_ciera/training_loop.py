@@ -25,6 +25,7 @@ class TrainingLoop:
         self.model_chunks = None
         for feature in features:
             feature.run = run
+            feature.peers = features
 
     def attach(self) -> None:
         """Wraps the seams. Raises ConfigurationError if the host has changed."""

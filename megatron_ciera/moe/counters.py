@@ -1,0 +1,114 @@
+"""What dispatch sends, counted on the device during training forwards and summed when it is logged."""
+
+from dataclasses import dataclass
+
+import torch
+
+# Columns of a layer's summary, each summed over ranks and iterations.
+ROWS, STOCK, TOKENS, INTRA_ROWS, INTER_ROWS, INTRA_STOCK, INTER_STOCK = range(7)
+NUM_COLUMNS = 7
+
+
+@dataclass
+class LayerCounter:
+    """Rows and assignments that this rank sent to each expert-parallel rank since the last reading.
+
+    rows, assignments: [EP] int64; tokens: [1] int64; all on the device, so that counting never waits.
+    """
+
+    rows: torch.Tensor
+    assignments: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def zeros(cls, num_ranks: int, device) -> "LayerCounter":
+        rows, assignments = torch.zeros((2, num_ranks), dtype=torch.int64, device=device)
+        return cls(rows, assignments, torch.zeros(1, dtype=torch.int64, device=device))
+
+    def add(self, rows: torch.Tensor, expert_assignments: torch.Tensor, tokens: int) -> None:
+        """[EP] rows for each rank, [E] assignments for each slot. No host synchronisation."""
+        self.rows += rows
+        self.assignments += expert_assignments.view(len(self.rows), -1).sum(1)
+        self.tokens += tokens
+
+    def summary(self, my_rank: int, same_node: torch.Tensor) -> torch.Tensor:
+        """[NUM_COLUMNS + EP] int64: the columns above, then assignments per rank. Host sync: none.
+
+        same_node: [EP] bool, expert-parallel ranks on this rank's node, itself included.
+        """
+        intra = same_node.clone()
+        intra[my_rank] = False
+        columns = [self.rows.sum(), self.assignments.sum(), self.tokens[0]]
+        for values in (self.rows, self.assignments):
+            columns += [(values * intra).sum(), (values * ~same_node).sum()]
+        return torch.cat([torch.stack(columns), self.assignments])
+
+    def reset(self) -> None:
+        """Starts the next interval."""
+        for values in (self.rows, self.assignments, self.tokens):
+            values.zero_()
+
+
+def metrics(layers: torch.Tensor, volume: "Volume | None") -> dict[str, float]:
+    """Metrics of one interval from [layers, NUM_COLUMNS + EP] sums over ranks. Host synchronisation: one.
+
+    Counts are exact integers summed over ranks, layers, micro-batches and iterations, forward dispatch only.
+    `moe/rows_sent` counts local rows too; bytes count what leaves a rank, dispatch and combine of the forward
+    pass (the backward pass sends the same rows again). Without `volume` (dispatchers that are not all-to-all)
+    only what routing and placement decide is reported. Layers without tokens are left out of the shares.
+    """
+    layers = layers.cpu()
+    values = {
+        "moe/rows_stock": int(layers[:, STOCK].sum()),
+        "moe/rows_distinct": int(layers[:, ROWS].sum()),
+        "moe/tokens": int(layers[:, TOKENS].sum()),
+    }
+    if volume is not None:
+        values.update(volume.of(layers))
+    seen = layers[layers[:, STOCK] > 0]
+    if len(seen) == 0:
+        return values
+    removed = 1 - seen[:, ROWS].double() / seen[:, STOCK].double()
+    load = seen[:, NUM_COLUMNS:].double()
+    load = load.max(1).values / load.mean(1)
+    for name, shares in (("rows_removed", removed), ("rank_load", load)):
+        values[f"moe/{name}"] = shares.mean().item()
+        for percent in (5, 50, 95):
+            values[f"moe/{name}_p{percent}"] = torch.quantile(shares, percent / 100).item()
+    return values
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Turns counts into rows and bytes of an all-to-all dispatcher.
+
+    deduplicated: one row for each (token, rank), else one for each assignment. row_bytes: a hidden state;
+    assignment_bytes: what goes with each assignment (probability, tag).
+    """
+
+    deduplicated: bool
+    row_bytes: int
+    assignment_bytes: int
+
+    def of(self, layers: torch.Tensor) -> dict[str, int]:
+        """Rows sent, and bytes leaving ranks, from [layers, NUM_COLUMNS + EP]."""
+        rows, intra, inter = (
+            (ROWS, INTRA_ROWS, INTER_ROWS) if self.deduplicated else (STOCK, INTRA_STOCK, INTER_STOCK)
+        )
+        dispatch = {
+            link: int(layers[:, remote].sum()) * self.row_bytes
+            + int(layers[:, assignments].sum()) * self.assignment_bytes
+            for link, remote, assignments in (("intra", intra, INTRA_STOCK), ("inter", inter, INTER_STOCK))
+        }
+        combine = {
+            link: int(layers[:, remote].sum()) * self.row_bytes
+            for link, remote in (("intra", intra), ("inter", inter))
+        }
+        return {
+            "moe/rows_sent": int(layers[:, rows].sum()),
+            "moe/bytes_sent": sum(dispatch.values()) + sum(combine.values()),
+            "moe/bytes_dispatch": sum(dispatch.values()),
+            "moe/bytes_combine": sum(combine.values()),
+            "moe/bytes_intra_node": dispatch["intra"] + combine["intra"],
+            "moe/bytes_inter_node": dispatch["inter"] + combine["inter"],
+        }

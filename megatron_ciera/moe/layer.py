@@ -1,0 +1,83 @@
+"""What is attached to each MoE layer: the column permutation, the dispatcher, the counter, logical names."""
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from megatron_ciera.moe import plan
+from megatron_ciera.moe.counters import LayerCounter
+from megatron_ciera.moe.dispatcher import DedupTokenDispatcher
+from megatron_ciera.moe.logical_checkpoint import save_logically
+
+BUFFER = "physical_to_logical_map"
+
+
+def attach_placement(layer: MoELayer) -> torch.Tensor:
+    """Gives the layer a placement, contiguous at first, and returns its map: [E] int64, changed in place.
+
+    The router keeps logical numbers. Between it and the dispatcher, columns are put in slot order, which
+    is what dispatcher and experts see. Checkpoints name experts logically.
+    """
+    device = next(layer.router.parameters()).device
+    mapping = torch.arange(layer.config.num_moe_experts, device=device)
+    # Not persistent: a plain checkpoint has no such entry, and would not load.
+    layer.register_buffer(BUFFER, mapping, persistent=False)
+    save_logically(layer.experts, mapping)
+    by_slot = layer.token_dispatcher.dispatch_preprocess
+
+    def dispatch_preprocess(hidden_states, routing_map, probs):
+        routing_map = routing_map.index_select(1, mapping)
+        return by_slot(hidden_states, routing_map, _Columns.apply(probs, mapping))
+
+    layer.token_dispatcher.dispatch_preprocess = dispatch_preprocess
+    return mapping
+
+
+def attach_dispatcher(layer: MoELayer) -> None:
+    """Replaces the layer's all-to-all dispatcher by the deduplicating one. Before `attach_placement`."""
+    stock = layer.token_dispatcher
+    if type(stock) is not MoEAlltoAllTokenDispatcher:
+        raise ValueError(
+            f"--dedup-dispatch: layer {layer.layer_number} has {type(stock).__name__}, needs "
+            "MoEAlltoAllTokenDispatcher. Add --moe-token-dispatcher-type alltoall, or leave out --dedup-dispatch."
+        )
+    layer.token_dispatcher = DedupTokenDispatcher.in_place_of(stock)
+    if stock.shared_experts is not None:
+        layer.token_dispatcher.set_shared_experts(stock.shared_experts)
+
+
+def attach_counter(layer: MoELayer) -> LayerCounter:
+    """Counts the layer's training forwards: evaluation and a checkpointed first pass have no gradients."""
+    dispatcher = layer.token_dispatcher
+    counter = LayerCounter.zeros(dispatcher.ep_size, next(layer.router.parameters()).device)
+
+    def add(rows, assignments, tokens):
+        if layer.training and torch.is_grad_enabled():
+            counter.add(rows, assignments, tokens)
+
+    if isinstance(dispatcher, DedupTokenDispatcher):
+        dispatcher.on_count = add
+        return counter
+    uncounted = dispatcher.dispatch_preprocess
+
+    def dispatch_preprocess(hidden_states, routing_map, probs):
+        add(*plan.count(routing_map, dispatcher.ep_size), len(routing_map))
+        return uncounted(hidden_states, routing_map, probs)
+
+    dispatcher.dispatch_preprocess = dispatch_preprocess
+    return counter
+
+
+class _Columns(torch.autograd.Function):
+    """Forward: columns in slot order. Backward: columns in logical order; both are pure copies."""
+
+    @staticmethod
+    def forward(ctx, x, mapping):
+        # The map changes in place between steps: backward needs the order that forward used.
+        ctx.save_for_backward(torch.argsort(mapping))
+        return x.index_select(1, mapping)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(1, inverse), None

@@ -1,0 +1,70 @@
+"""Which part of a parameter's optimizer state this rank holds, as flat views that can be read and written."""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+MASTER = "master"
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Values [start, stop) of the flat parameter. `states`: name -> flat tensor of stop - start values."""
+
+    start: int
+    stop: int
+    states: dict[str, torch.Tensor]
+
+
+class OptimizerState:
+    """Looks up pieces in Megatron's optimizer, however it is chained and sharded.
+
+    Masters that are views of the model's own parameters (fp32 training) are left out: they move with it.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer | None):
+        chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+        self.optimizers = [
+            part for part in chained if part is not None and not getattr(part, "is_stub_optimizer", False)
+        ]
+        self._whole = {}
+        for part in self.optimizers:
+            if not isinstance(part, DistributedOptimizer):
+                for group in part.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        self._whole[parameter] = part.optimizer
+
+    def piece(self, parameter: torch.nn.Parameter) -> Piece | None:
+        """This rank's piece of `parameter`, or None. The views are valid until the optimizer is reloaded."""
+        for part in self.optimizers:
+            if isinstance(part, DistributedOptimizer) and parameter in part.model_param_group_index_map:
+                group, order = part.model_param_group_index_map[parameter]
+                held = part.optimizer.param_groups[group]["params"][order]
+                span = part._get_model_param_range_map(parameter)["param"]
+                return _piece(span.start, span.end, held, part.optimizer, parameter)
+        held = getattr(parameter, "main_param", parameter)
+        if held in self._whole:
+            return _piece(0, parameter.numel(), held, self._whole[held], parameter)
+        return None
+
+    def steps(self) -> list[float]:
+        """Step counts of the parameter groups and of single parameters: equal for all experts of a run."""
+        counts = set()
+        for part in self.optimizers:
+            for group in part.optimizer.param_groups:
+                if group["params"] and group.get("is_expert_parallel") and "step" in group:
+                    counts.add(float(group["step"]))
+        return sorted(counts)
+
+
+def _piece(start, stop, held, inner, parameter) -> Piece:
+    states = {}
+    own_storage = held.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+    if own_storage:
+        states[MASTER] = held.data.view(-1)
+    for name, value in sorted(inner.state.get(held, {}).items()):
+        if isinstance(value, torch.Tensor) and value.numel() == stop - start and value.dim() > 0:
+            states[name] = value.view(-1)
+    return Piece(start, stop, states)

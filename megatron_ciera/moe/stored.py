@@ -1,0 +1,68 @@
+"""The placement that a checkpoint was saved under, and whether this run may load it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.file import Placement
+
+KEY = "ciera_placement"
+# Optimizer formats whose entries follow the model's, and so are in logical order.
+LOGICAL_FORMATS = ("fully_reshardable", "fully_sharded_model_space")
+PHYSICAL_FORMATS = ("dp_reshardable", "dp_zero_gather_scatter")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """What the checkpoint that will be loaded says. `placement` None: saved in contiguous placement."""
+
+    placement: Placement | None
+    optimizer_format: str | None
+    loads_optimizer: bool
+
+    @property
+    def optimizer_by_slot(self) -> bool:
+        """Whether loading reads optimizer state that is stored by slot."""
+        return self.loads_optimizer and self.optimizer_format in PHYSICAL_FORMATS
+
+
+def read_stored(args) -> StoredCheckpoint | None:
+    """Reads the common state of the checkpoint that `args` will load; None when none will be loaded.
+
+    Called on every rank. Raises ValueError for a stored placement that is damaged.
+    """
+    from megatron.training import checkpointing
+
+    for load in (args.load, getattr(args, "pretrained_checkpoint", None)):
+        if load is None or not checkpointing.checkpoint_exists(load):
+            continue
+        state, _, release, _ = checkpointing._load_base_checkpoint(load, args, rank0=True)
+        if state is None:
+            continue
+        stored_args = state.get("args")
+        document = getattr(stored_args, KEY, None)
+        metadata = state.get("content_metadata") or {}
+        return StoredCheckpoint(
+            placement=None if document is None else Placement.from_document(document),
+            optimizer_format=metadata.get("distrib_optim_sharding_type"),
+            loads_optimizer=not (
+                release or args.finetune or args.no_load_optim or getattr(stored_args, "no_save_optim", False)
+            ),
+        )
+    return None
+
+
+def check_loadable(stored: StoredCheckpoint, applies_placement: bool) -> None:
+    """Raises ValueError when a run without placement would read optimizer state stored under one."""
+    if stored.placement is None or applies_placement or not stored.optimizer_by_slot:
+        return
+    if all(
+        np.array_equal(layer.physical_to_logical_map, np.arange(stored.placement.num_experts))
+        for layer in stored.placement.layers
+    ):
+        return
+    raise ValueError(
+        f"--load: the checkpoint was saved under a correlated placement with the optimizer format "
+        f"{stored.optimizer_format}, which stores optimizer state by slot. Add --correlated-placement to resume it, "
+        "or --no-load-optim to take the weights alone (they are stored by expert)."
+    )
