@@ -3,7 +3,7 @@
 Writes report.json and report.html and ends with a table. Exit code 1 if something that should hold does not.
 """
 
-import _path  # noqa: F401
+import _path  # noqa: F401, I001
 import argparse
 import json
 import shutil

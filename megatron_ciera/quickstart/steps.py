@@ -69,7 +69,7 @@ def run(plan: Plan) -> Outcome:
 
 def _train(plan: Plan, name: str, flags: list[str], iterations: int) -> float:
     with tqdm(total=iterations, desc=f"    {name:9}", unit="it", file=sys.stderr) as bar:
-        return runs.train(plan, name, flags, lambda done: bar.update(done - bar.n))
+        return runs.train(plan, name, flags, lambda done: bar.update(done - bar.n) if done > bar.n else None)
 
 
 def _placement(plan: Plan, first: int) -> tuple[dict, dict]:

@@ -10,7 +10,8 @@ from megatron_ciera.errors import ConfigurationError
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse } td, th { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #ddd; text-align: left }
+table { border-collapse: collapse }
+td, th { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #ddd; text-align: left }
 td:nth-child(2) { font-variant-numeric: tabular-nums } figcaption { color: #555 } img { max-width: 100% }
 """
 
