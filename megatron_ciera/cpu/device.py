@@ -44,6 +44,8 @@ class CudaToCpu(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs) if kwargs else {}
+        if func is torch.device:
+            return on_cpu(func(*args, **kwargs))
         if kwargs.get("device") is not None:
             device = kwargs["device"]
             # A bare index is only ever a CUDA device.

@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+import warnings
 
 import torch
 
@@ -51,6 +52,7 @@ def install() -> None:
     # 42 functions of Megatron are compiled at import (jit.py); on CPU that takes longer than it saves.
     replace(torch, "compile", _compile)
     _share_cores()
+    _silence_expected_warnings()
     _is_installed = True
 
 
@@ -85,6 +87,13 @@ def _share_cores() -> None:
     """One thread a process when several share the machine, as torchrun does, whoever launched them."""
     if "OMP_NUM_THREADS" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.set_num_threads(1)
+
+
+def _silence_expected_warnings() -> None:
+    """Ten modules of Megatron say at import, on every rank, that there is no Transformer Engine or Apex."""
+    for message in (".*Apex is not installed", ".*Apex are not installed", "Only transformer-engine"):
+        warnings.filterwarnings("ignore", message, UserWarning)
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true", UserWarning)
 
 
 def _compile(model=None, **kwargs):
