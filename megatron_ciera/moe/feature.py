@@ -47,6 +47,8 @@ class MoEFeature(Feature):
         """Attaches to every MoE layer; a placement file is read, compared over ranks and checked."""
         try:
             self._attach(model_chunks)
+            if self.config.correlated_placement:
+                self._save_optimizer_by_expert()
             if self.config.placement_file is not None:
                 self._target = self._read_file(self.config.placement_file)
         except (ConfigurationError, ValueError) as error:
@@ -109,6 +111,11 @@ class MoEFeature(Feature):
         self.run.log(
             f"MoE: {len(self._layer_ids)} layers, {kind} dispatcher, expert-parallel size {self._ep_size}"
         )
+
+    def _save_optimizer_by_expert(self) -> None:
+        # Megatron's default format stores the optimizer's buckets as they lie, which is by slot.
+        self.run.publish("dist_ckpt_optim_fully_reshardable", True)
+        self.run.log("MoE: checkpoints are saved by expert, as with --dist-ckpt-optim-fully-reshardable")
 
     def _ranks_on_this_node(self) -> torch.Tensor:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -43,7 +43,8 @@ class ReceivePlan:
 
 def count(routing_map: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, E] bool -> ([EP] rows for each rank, [E] assignments for each expert), int64. No host sync."""
-    hits = routing_map.view(len(routing_map), num_ranks, -1).any(2)
+    tokens, experts = routing_map.shape
+    hits = routing_map.view(tokens, num_ranks, experts // num_ranks).any(2)
     return hits.sum(0), routing_map.sum(0)
 
 
