@@ -53,6 +53,8 @@ def run(plan: Plan) -> Outcome:
         *shared,
         *("--train-iters", str(plan.last_iteration)),
         *("--load", str(plan.checkpoint)),
+        # Weight decay has a schedule too, whose length follows --train-iters.
+        "--override-opt-param-scheduler",
     ]
     ciera = ["--ciera", "--ciera-warmup-iters", "2"]
     placed = ["--correlated-placement", "--placement-file", str(plan.placement)]

@@ -41,7 +41,7 @@ def parameters_identical(plan: Plan, first: str, second: str) -> bool:
 
 def series(plan: Plan, name: str, key: str) -> list[float]:
     """One metric of a run per iteration (0 where it was not reported)."""
-    return [record["metrics"].get(key, 0.0) for record in observe.read_iterations(plan.observed(name))]
+    return [observe.metric(record, key) for record in observe.read_iterations(plan.observed(name))]
 
 
 def summarise(plan: Plan, fit: dict, evaluation: dict) -> dict:
