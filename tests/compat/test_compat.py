@@ -1,7 +1,5 @@
 """What the wheel lacks on CPU and GPU alike: sequence parallelism with torch's norms, and the Makefile."""
 
-import types
-
 import pytest
 import torch
 
@@ -72,17 +70,31 @@ def test_compiled_helpers_of_the_wheel_are_accepted():
     compile_helpers()
 
 
-def test_a_makefile_is_made(tmp_path):
+def test_a_makefile_is_made_where_nothing_is_compiled(tmp_path, monkeypatch):
     made = []
+    monkeypatch.setattr(dataset_helpers, "_MODULE", "megatron.core.datasets.not_compiled")
     (tmp_path / "Makefile").write_text("")
     dataset_helpers._compile_or_find(lambda: made.append(True), tmp_path)()
     assert made == [True]
 
 
-def test_neither_module_nor_makefile_is_an_error(tmp_path, monkeypatch):
-    import sys
+def test_module_of_the_wheel_spares_the_makefile(tmp_path):
+    (tmp_path / "Makefile").write_text("")
+    dataset_helpers._compile_or_find(lambda: pytest.fail("must not be made"), tmp_path)()
 
-    monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", None)
+
+def test_only_the_same_source_counts(tmp_path):
+    wheel = dataset_helpers._folder_of_wheel()
+    source = (wheel / "helpers.cpp").read_bytes()
+    assert not dataset_helpers._is_same_source(tmp_path, wheel)
+    (tmp_path / "helpers.cpp").write_bytes(source)
+    assert dataset_helpers._is_same_source(tmp_path, wheel)
+    (tmp_path / "helpers.cpp").write_bytes(source[:-1] + b" ")
+    assert not dataset_helpers._is_same_source(tmp_path, wheel)
+
+
+def test_neither_module_nor_makefile_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset_helpers, "_MODULE", "megatron.core.datasets.not_compiled")
     with pytest.raises(
         ConfigurationError, match="neither a helpers_cpp compiled for this Python nor a Makefile"
     ):
@@ -92,7 +104,6 @@ def test_neither_module_nor_makefile_is_an_error(tmp_path, monkeypatch):
 def test_a_changed_host_is_refused(monkeypatch):
     from megatron.core.datasets import utils
 
-    monkeypatch.setattr(utils, "compile_helpers", types.FunctionType((lambda folder: None).__code__, {}))
     monkeypatch.delattr(utils, "compile_helpers")
     with pytest.raises(ConfigurationError, match="compile_helpers"):
         dataset_helpers.install()
