@@ -42,6 +42,15 @@ class Observer:
             file.write(json.dumps(record) + "\n")
         self._first = False
 
+    def tail(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics counted after the last logged iteration to its record, under "tail". Call on one rank."""
+        file = self.path / "iterations.jsonl"
+        if self._first or not metrics:
+            return
+        *before, last = file.read_text().splitlines()
+        record = json.loads(last) | {"tail": dict(metrics)}
+        file.write_text("\n".join([*before, json.dumps(record)]) + "\n")
+
     def parameters(self, model_chunks: list, rank: int) -> None:
         """Writes the digests of this rank's parameters."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -61,6 +70,11 @@ def digest(tensor: torch.Tensor) -> str:
 def read_iterations(path: Path) -> list[dict]:
     """The records of `iterations.jsonl` in a folder."""
     return [json.loads(line) for line in (path / "iterations.jsonl").read_text().splitlines()]
+
+
+def metric(record: dict, name: str) -> float:
+    """A count of one record, with what came after it if it is the last; 0 if it was not reported."""
+    return record["metrics"].get(name, 0.0) + record.get("tail", {}).get(name, 0.0)
 
 
 def read_parameters(path: Path) -> dict[str, dict[str, str]]:

@@ -91,14 +91,18 @@ class TrainingLoop:
     def _log(self, iteration: int, losses: dict, grad_norm) -> None:
         from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
 
-        values = {}
-        for feature in self.features:
-            values.update(feature.metrics())
+        values = self._metrics()
         if values:
             print_rank_last(metrics.console_line(iteration, values))
             metrics.write(values, iteration, get_tensorboard_writer(), get_wandb_writer())
         if self.observer and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             self.observer.iteration(iteration, losses, grad_norm, values)
+
+    def _metrics(self) -> dict[str, float]:
+        values = {}
+        for feature in self.features:
+            values.update(feature.metrics())
+        return values
 
     def _before_save(self, original, *args, **kwargs):
         self._each("before_save", inspect.signature(original).bind(*args, **kwargs).arguments["iteration"])
@@ -107,7 +111,10 @@ class TrainingLoop:
     def _after_train(self, original, *args, **kwargs):
         result = original(*args, **kwargs)
         self._each("finished")
+        values = self._metrics()
         if self.observer:
+            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                self.observer.tail(values)
             self.observer.parameters(self.model_chunks, torch.distributed.get_rank())
         return result
 

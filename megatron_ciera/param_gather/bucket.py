@@ -1,0 +1,232 @@
+"""One bucket of the distributed optimizer: its words, its segments, and the codec states of the own shard."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ciera.param_gather.codec import Codec, as_words, new_flags
+from megatron_ciera.param_gather.layout import Piece, Run, Segment, cut_bucket
+
+RAW = ""  # the codec of a segment that is sent as it is
+_ALIGN = 16
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to what payloads in a row are aligned to."""
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+@dataclass
+class OwnSegment:
+    """A segment of the own shard. `slot` is its place in the size exchange; `state` what its codec keeps."""
+
+    slot: int
+    piece: int
+    segment: Segment
+    words: torch.Tensor
+    codec: str = RAW
+    state: torch.Tensor | None = None
+    payload: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PieceSizes:
+    """Bytes of each segment's payload by rank, each aligned, and what every rank's payload is padded to."""
+
+    by_owner: tuple[tuple[int, ...], ...]
+    padded: int
+
+    @property
+    def mean(self) -> float:
+        return sum(map(sum, self.by_owner)) / len(self.by_owner)
+
+
+class GatherBucket:
+    """A bucket's parameters as words, cut the same way on every rank.
+
+    Args:
+        name: for messages.
+        values: `bucket.param_data`: 1-D, all ranks' shards one after the other.
+        rank, size: of the process group that shares it.
+        runs: where which class of parameters lies.
+        codecs: by name; `encode_many` and `decode_apply_many` are called with this bucket's segments.
+        piece_values: upper limit of values a rank puts on the wire at once.
+        first_slot: number of slots that earlier buckets take in the size exchange.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        values: torch.Tensor,
+        rank: int,
+        size: int,
+        runs: Sequence[Run],
+        codecs: dict[str, Codec],
+        piece_values: int,
+        first_slot: int,
+    ):
+        self.name, self.values, self.rank, self.size, self.codecs = name, values, rank, size, codecs
+        self.words = as_words(values)
+        self.shard_values = values.numel() // size
+        self.pieces: tuple[Piece, ...] = cut_bucket(values.numel(), size, runs, piece_values)
+        self.first_slot = first_slot
+        self.num_slots = max(sum(len(piece.segments[r]) for piece in self.pieces) for r in range(size))
+        self.own = list(self._own_segments())
+        self._choices: dict[Segment, str] = {}
+        foreign = sum(len(piece.segments[r]) for piece in self.pieces for r in range(size) if r != rank)
+        self.flags = new_flags(foreign, values.device)
+        self.stepped = False  # an optimizer step since the last gather
+        self.pending = True  # the next gather has something to do
+        self.base_known = False  # receivers hold what `state` was made from
+        self.encoded = False  # own payloads are ready for the next gather
+        self.sizes: list[PieceSizes] | None = None
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.shard_values * self.values.element_size()
+
+    @property
+    def own_shard(self) -> torch.Tensor:
+        return self.values[self.rank * self.shard_values : (self.rank + 1) * self.shard_values]
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory held by codec states now."""
+        return sum(own.state.nbytes for own in self.own if own.state is not None)
+
+    @property
+    def compressible(self) -> bool:
+        """Whether any segment of any rank has a codec."""
+        return any(self._choices.values())
+
+    def segment_words(self, segment: Segment) -> torch.Tensor:
+        """The words of a segment, a view."""
+        start = segment.owner * self.shard_values + segment.start
+        return self.words[start : start + segment.length]
+
+    def choose(self, choice: Callable[[Segment], str]) -> None:
+        """Sets each segment's codec, for all ranks; `choice` returns a name in `codecs` or RAW.
+
+        A state that its codec does not need any more is dropped; missing ones are made by the next `adopt`.
+        """
+        for piece in self.pieces:
+            for segments in piece.segments:
+                for segment in segments:
+                    self._choices[segment] = choice(segment)
+        for own in self.own:
+            codec = self._choices[own.segment]
+            if codec != own.codec:
+                own.codec, own.state = codec, None
+        self.encoded = False
+
+    def choices(self) -> tuple[str, ...]:
+        """All ranks' choices, in order: what a hash of decisions is made from."""
+        return tuple(self._choices.values())
+
+    def forget(self) -> None:
+        """The receivers' words may differ from the states: the next gather is raw."""
+        self.base_known, self.pending, self.encoded = False, True, False
+
+    def adopt(self) -> None:
+        """Brings the states to the words as they are. Call in the lane, when every rank holds these words."""
+        for own in self.own:
+            if own.codec == RAW:
+                continue
+            if own.state is None:
+                own.state = self.codecs[own.codec].new_state(own.words)
+            else:
+                self.codecs[own.codec].update_state(own.words, own.state)
+        self.base_known = True
+
+    def to_encode(self) -> list[OwnSegment]:
+        return [own for own in self.own if own.codec != RAW]
+
+    def agree(self, sizes: torch.Tensor) -> None:
+        """Takes the exchanged sizes, int64 `[ranks, slots]` on the host, of the whole group."""
+        table = sizes[:, self.first_slot : self.first_slot + self.num_slots].tolist()
+        itemsize = self.values.element_size()
+        slots = [0] * self.size
+        self.sizes = []
+        for piece in self.pieces:
+            by_owner = []
+            for owner, segments in enumerate(piece.segments):
+                row = []
+                for segment in segments:
+                    coded = self._choices[segment] != RAW
+                    row.append(aligned(table[owner][slots[owner]] if coded else segment.length * itemsize))
+                    slots[owner] += 1
+                by_owner.append(tuple(row))
+            self.sizes.append(PieceSizes(tuple(by_owner), max(map(sum, by_owner))))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Padded bytes of one rank's payload over all pieces."""
+        return sum(sizes.padded for sizes in self.sizes)
+
+    def pack(self, piece_index: int, region: torch.Tensor) -> None:
+        """Writes the own payload of a piece into `region` (uint8): segments as encoded, raw ones as they are."""
+        offset = 0
+        sizes = self.sizes[piece_index].by_owner[self.rank]
+        mine = [own for own in self.own if own.piece == piece_index]
+        for own, num_bytes in zip(mine, sizes, strict=True):
+            source = own.words.view(torch.uint8) if own.codec == RAW else own.payload[:num_bytes]
+            region[offset : offset + source.numel()].copy_(source)
+            offset += num_bytes
+
+    def unpack(self, piece_index: int, received: torch.Tensor) -> None:
+        """Applies the other ranks' payloads, uint8 `[ranks, padded]`, to their shards, in place.
+
+        Blocks that do not fit their hash stay as they were and are counted in `flags`.
+        """
+        piece, sizes = self.pieces[piece_index], self.sizes[piece_index]
+        work: dict[str, tuple[list, list]] = {}
+        for owner, segments in enumerate(piece.segments):
+            offset = 0
+            for segment, num_bytes in zip(segments, sizes.by_owner[owner], strict=True):
+                payload = received[owner, offset : offset + num_bytes]
+                offset += num_bytes
+                if owner == self.rank:
+                    continue
+                codec, words = self._choices[segment], self.segment_words(segment)
+                if codec == RAW:
+                    words.view(torch.uint8).copy_(payload[: words.nbytes])
+                    continue
+                payloads, targets = work.setdefault(codec, ([], []))
+                payloads.append(payload)
+                targets.append(words)
+        row = self._first_row(piece_index)
+        for codec in sorted(work):
+            payloads, targets = work[codec]
+            flags = self.flags[row : row + len(targets)]
+            self.codecs[codec].decode_apply_many(payloads, targets, flags)
+            row += len(targets)
+
+    def place(self, row: int) -> str:
+        """In words, what row `row` of `flags` counts."""
+        for index, piece in enumerate(self.pieces):
+            first = self._first_row(index)
+            if row < first or row >= first + self._num_foreign(piece):
+                continue
+            coded: list[Segment] = []
+            for codec in sorted(self.codecs):
+                coded += [s for s in self._foreign(piece) if self._choices[s] == codec]
+            segment = coded[row - first]
+            return f"{self.name}, {segment.kind} values from {segment.start} of rank {segment.owner}'s shard"
+        return self.name
+
+    def _own_segments(self) -> Iterator[OwnSegment]:
+        slot = self.first_slot
+        for index, piece in enumerate(self.pieces):
+            for segment in piece.segments[self.rank]:
+                yield OwnSegment(slot, index, segment, self.segment_words(segment))
+                slot += 1
+
+    def _foreign(self, piece: Piece) -> list[Segment]:
+        return [s for owner, segments in enumerate(piece.segments) if owner != self.rank for s in segments]
+
+    def _num_foreign(self, piece: Piece) -> int:
+        return len(self._foreign(piece))
+
+    def _first_row(self, piece_index: int) -> int:
+        return sum(self._num_foreign(piece) for piece in self.pieces[:piece_index])

@@ -1,0 +1,256 @@
+"""All buckets that one process group shares and one optimizer steps: when they are encoded, exchanged, gathered."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ciera.param_gather.bucket import GatherBucket, aligned
+from megatron_ciera.param_gather.exchange import Exchange
+from megatron_ciera.param_gather.lanes import Lane
+from megatron_ciera.param_gather.ledger import Ledger
+from megatron_ciera.param_gather.transfer import (
+    GatherHandle,
+    Nothing,
+    PayloadTransfer,
+    RawTransfer,
+    Ring,
+)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes that bound the staging memory; docs/param_gather.md states the sum.
+
+    piece_bytes: raw bytes of one piece over all ranks.
+    num_slots: pieces in flight or undecoded.
+    wave_buckets: buckets' worth of own payloads that are encoded ahead.
+    """
+
+    piece_bytes: int = 128 << 20
+    num_slots: int = 2
+    wave_buckets: int = 2
+
+
+@dataclass
+class Round:
+    """The step that chained optimizers are in: each of them steps once in it, one after the other."""
+
+    steps: int = 0
+
+
+class ShardGroup:
+    """Gathers its buckets; every method is called on every rank of the group in the same order.
+
+    Args:
+        name: for messages.
+        group: Megatron's process group of these buckets; carries what replaces Megatron's own gathers.
+        buckets: in the order in which they will be gathered.
+        exchange: on a process group of its own.
+        warmup_steps: gathers after so many optimizer steps are raw; at least the first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group,
+        buckets: Sequence[GatherBucket],
+        exchange: Exchange,
+        ring: Ring,
+        lane: Lane,
+        ledger: Ledger,
+        warmup_steps: int,
+        tuning: Tuning,
+        round_: Round,
+    ):
+        self.name, self.buckets, self.ledger = name, list(buckets), ledger
+        self._group, self._exchange, self._ring, self._lane = group, exchange, ring, lane
+        self._size = torch.distributed.get_world_size(group)
+        self._rank = torch.distributed.get_rank(group)
+        self._warmup_steps = max(1, warmup_steps)
+        self._tuning, self._round = tuning, round_
+        self.steps = 0
+        self._wave: list[GatherBucket] = []
+        self._exchanged = True
+        self._arena = torch.empty(0, dtype=torch.uint8, device=buckets[0].values.device)
+        self._flags = _join_flags(self.buckets)
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the gather after the latest step is one of the warm-up."""
+        return self.steps <= self._warmup_steps
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory for outgoing payloads."""
+        return self._arena.numel()
+
+    def stepped(self) -> None:
+        """The optimizer is about to write new values into the own shards."""
+        self.steps += 1
+        self._round.steps = max(self._round.steps, self.steps)
+        for bucket in self.buckets:
+            bucket.stepped = bucket.pending = True
+            bucket.encoded = False
+        self._wave = []
+
+    def forget(self) -> None:
+        """Words were changed outside the optimizer: the next gathers are raw."""
+        for bucket in self.buckets:
+            bucket.forget()
+
+    def encode_ahead(self) -> None:
+        """Encodes as many pending buckets as staging allows and sends their sizes, beside what runs now."""
+        first = next((bucket for bucket in self.buckets if self._is_codable(bucket)), None)
+        if first is not None:
+            self._encode_wave(first)
+
+    def gather(self, bucket: GatherBucket) -> GatherHandle | Nothing:
+        """Starts the gather of `bucket`; returns what has to be waited for. Never waits for payloads on a GPU.
+
+        Raises:
+            ParamGatherError: on all ranks of the group, before anything is sent, if ranks differ or data is damaged.
+        """
+        # Chained optimizers gather everything after each one's step: what is still to be stepped waits for its own.
+        if not bucket.pending or self.steps < self._round.steps:
+            self.ledger.add("unchanged", 1)
+            return Nothing()
+        if bucket.stepped:
+            self.ledger.received("bytes_raw", self._size, bucket.shard_bytes)
+        self._lane.after_compute()
+        coded = self._is_codable(bucket)
+        if coded and not bucket.encoded:
+            self._encode_wave(bucket)
+        if coded:
+            self._agree()
+            coded = bucket.payload_bytes < bucket.shard_bytes
+            if not coded:
+                self._fallback("incompressible")
+        elif bucket.compressible and not self.warming_up:
+            self._fallback("invalidated")
+        bucket.pending = bucket.stepped = bucket.encoded = False
+        return self._coded(bucket) if coded else self._raw(bucket)
+
+    def _is_codable(self, bucket: GatherBucket) -> bool:
+        return bucket.pending and bucket.base_known and bucket.compressible and not self.warming_up
+
+    def _fallback(self, reason: str) -> None:
+        if self._rank == 0:
+            self.ledger.add(f"raw_fallbacks/{reason}", 1)
+
+    def _encode_wave(self, first: GatherBucket) -> None:
+        """Encodes `first` and the next buckets of the order that are due and fit, then starts the exchange."""
+        self._agree()
+        for bucket in self._wave:
+            bucket.encoded = (
+                False  # not gathered yet although its turn has passed: encoded again with the next wave
+            )
+        limit = self._tuning.wave_buckets * max(b.words.nbytes for b in self.buckets)
+        self._wave, total = [], 0
+        for bucket in [first] + [b for b in self.buckets if b is not first]:
+            need = self._payload_bound(bucket)
+            if self._is_codable(bucket) and (not self._wave or total + need <= limit):
+                self._wave.append(bucket)
+                total += need
+        self._lane.after_compute()
+        with self._lane.enter():
+            self._encode(total)
+            self._exchange.start(self.steps, self._decisions(), self._flags)
+        self._exchanged = False
+
+    def _encode(self, total: int) -> None:
+        if self._arena.numel() < total:
+            self._arena = torch.empty(total, dtype=torch.uint8, device=self._arena.device)
+        self._exchange.clear()
+        offset, by_codec = 0, {}
+        for bucket in self._wave:
+            for own in bucket.to_encode():
+                bound = aligned(bucket.codecs[own.codec].bound(own.words.numel()))
+                own.payload = self._arena[offset : offset + bound]
+                offset += bound
+                by_codec.setdefault((own.codec, bucket.values.dtype), (bucket.codecs, []))[1].append(own)
+            bucket.encoded = True
+        for (codec, _), (codecs, segments) in by_codec.items():
+            sizes = torch.zeros(len(segments), dtype=torch.int64, device=self._arena.device)
+            codecs[codec].encode_many(
+                [own.words for own in segments],
+                [own.state for own in segments],
+                [own.payload for own in segments],
+                sizes,
+            )
+            self._exchange.fill([own.slot for own in segments], sizes)
+
+    def _payload_bound(self, bucket: GatherBucket) -> int:
+        return sum(aligned(bucket.codecs[own.codec].bound(own.words.numel())) for own in bucket.to_encode())
+
+    def _decisions(self) -> int:
+        """A hash of what is about to be gathered and how; equal on all ranks of the group."""
+        text = repr([(self.buckets.index(bucket), bucket.choices()) for bucket in self._wave])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+    def _agree(self) -> None:
+        """Takes in the exchange of the current wave, once. NOTE: device-to-host synchronisation."""
+        if self._exchanged:
+            return
+        self._exchanged = True
+        sizes = self._exchange.result(self.place)
+        for bucket in self._wave:
+            bucket.agree(sizes)
+
+    def place(self, row: int) -> str:
+        """In words, the bucket and segment of row `row` of this group's damage flags."""
+        for bucket in self.buckets:
+            if row < bucket.flags.size(0):
+                return bucket.place(row)
+            row -= bucket.flags.size(0)
+        return "?"
+
+    def check_damage(self) -> None:
+        """Raises ParamGatherError on all ranks of the group if any decoded a damaged block. NOTE: synchronises."""
+        self._exchange.check_damage(self._flags, self.place)
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """Damage flags of all buckets, int32 `[rows, 2]` on the device."""
+        return self._flags
+
+    def _raw(self, bucket: GatherBucket) -> GatherHandle:
+        self.ledger.received("bytes_sent", self._size, bucket.shard_bytes)
+        self.ledger.add("raw_gathers", 1)
+        transfer = RawTransfer(self._lane, self._group, bucket.values, bucket.own_shard)
+        return GatherHandle(self._lane, [transfer], 1, lambda: self._gathered_raw(bucket))
+
+    def _gathered_raw(self, bucket: GatherBucket) -> None:
+        if self.steps >= self._warmup_steps:
+            bucket.adopt()
+
+    def _coded(self, bucket: GatherBucket) -> GatherHandle:
+        transfers = []
+        for index, sizes in enumerate(bucket.sizes):
+            self.ledger.received("bytes_sent", self._size, sizes.padded)
+            self.ledger.received("bytes_payload_mean", self._size, sizes.mean)
+            transfers.append(
+                PayloadTransfer(
+                    self._lane,
+                    self._ring,
+                    self._group,
+                    sizes.padded,
+                    lambda region, index=index: bucket.pack(index, region),
+                    lambda received, index=index: bucket.unpack(index, received),
+                )
+            )
+        self.ledger.add("coded_gathers", 1)
+        window = self._ring.num_slots if self._lane.aside or self._lane.device.type == "cpu" else 1
+        return GatherHandle(self._lane, transfers, window, bucket.adopt)
+
+
+def _join_flags(buckets: Sequence[GatherBucket]) -> torch.Tensor:
+    """One tensor that holds all buckets' flags, which become views of it."""
+    joined = torch.cat([bucket.flags for bucket in buckets])
+    row = 0
+    for bucket in buckets:
+        rows = bucket.flags.size(0)
+        bucket.flags = joined[row : row + rows]
+        row += rows
+    return joined

@@ -1,0 +1,78 @@
+"""Where codec work runs: a side stream on a GPU, the calling thread on CPU."""
+
+import contextlib
+
+import torch
+
+
+class Lane:
+    """One stream of work beside the compute stream. On CPU, and with `aside=False`, there is only the caller.
+
+    Nothing here waits on the host.
+    """
+
+    def __init__(self, device: torch.device, aside: bool = True):
+        self.device = device
+        self._stream = torch.cuda.Stream(device, priority=-1) if aside and device.type == "cuda" else None
+
+    @property
+    def aside(self) -> bool:
+        """Whether work here runs beside the compute stream."""
+        return self._stream is not None
+
+    def enter(self):
+        """Context in which torch calls are queued on this lane."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def after_compute(self) -> None:
+        """Later work of this lane starts after what the caller's current stream holds now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def mark(self) -> "Mark":
+        """The point that this lane has reached; `Mark.hold_compute` makes the current stream wait for it."""
+        return Mark(self._stream)
+
+
+class Mark:
+    """A point in a lane's work."""
+
+    def __init__(self, stream):
+        self._event = None
+        if stream is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def hold_compute(self) -> None:
+        """Makes the caller's current stream wait until the lane has passed this point."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class HostCopy:
+    """A small device tensor on its way to the host.
+
+    `result()` waits until it has arrived (NOTE: device-to-host synchronisation) and returns it as a CPU tensor, which
+    the next `start` overwrites.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._host: torch.Tensor | None = None
+        self._event = None
+
+    def start(self, source: torch.Tensor) -> None:
+        """Queues the copy on the current stream."""
+        if self._device.type == "cpu":
+            self._host = source
+            return
+        if self._host is None or self._host.shape != source.shape:
+            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._host.copy_(source, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def result(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

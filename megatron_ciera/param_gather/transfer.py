@@ -1,0 +1,164 @@
+"""Pieces on the wire, a bounded number at a time, and the handle that Megatron waits for."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_ciera.param_gather.lanes import Lane
+
+
+class Ring:
+    """Receive buffers shared by all gathers of this rank: at most `num_slots` pieces are in flight or undecoded.
+
+    A slot that is taken again first has its former piece finished, whichever bucket it belongs to. On a GPU that only
+    queues work; on CPU it waits.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device, lane: Lane):
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(num_slots)]
+        self._owners: list[Transfer | None] = [None] * num_slots
+        self._next = 0
+        self._lane = lane
+        self.num_slots = num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held now."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def take(self, owner: "Transfer", num_bytes: int) -> torch.Tensor:
+        """A uint8 buffer of `num_bytes` for `owner`, valid until the slot is taken again."""
+        slot, self._next = self._next, (self._next + 1) % self.num_slots
+        if self._owners[slot] is not None:
+            self._owners[slot].finish()
+        self._owners[slot] = owner
+        if self._buffers[slot].numel() < num_bytes:
+            self._buffers[slot] = torch.empty(0, dtype=torch.uint8, device=self._buffers[slot].device)
+            with self._lane.enter():
+                self._buffers[slot] = torch.empty(
+                    num_bytes, dtype=torch.uint8, device=self._buffers[slot].device
+                )
+        return self._buffers[slot][:num_bytes]
+
+
+class Transfer:
+    """One all-gather: `launch` queues it, `finish` makes its result usable in the lane. Both run once."""
+
+    def __init__(self, lane: Lane):
+        self._lane = lane
+        self._work = None
+        self._finished = False
+
+    def launch(self) -> None:
+        with self._lane.enter():
+            self._work = self._start()
+
+    def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        with self._lane.enter():
+            self._work.wait()
+            self._work = None
+            self._complete()
+
+    def _start(self):
+        raise NotImplementedError
+
+    def _complete(self) -> None:
+        raise NotImplementedError
+
+
+class RawTransfer(Transfer):
+    """The plain gather, in place, as Megatron issues it."""
+
+    def __init__(self, lane: Lane, group, gathered: torch.Tensor, own: torch.Tensor):
+        super().__init__(lane)
+        self._group, self._gathered, self._own = group, gathered, own
+
+    def _start(self):
+        return dist.all_gather_into_tensor(self._gathered, self._own, group=self._group, async_op=True)
+
+    def _complete(self) -> None:
+        pass
+
+
+class PayloadTransfer(Transfer):
+    """One piece's payloads, all padded to `num_bytes`, through a slot of the ring.
+
+    Args:
+        pack: writes this rank's payload into its region of the buffer (uint8, at most `num_bytes`).
+        unpack: given the buffer as `[ranks, num_bytes]`, applies the other ranks' payloads.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        ring: Ring,
+        group,
+        num_bytes: int,
+        pack: Callable[[torch.Tensor], None],
+        unpack: Callable[[torch.Tensor], None],
+    ):
+        super().__init__(lane)
+        self._ring, self._group, self._num_bytes = ring, group, num_bytes
+        self._pack, self._unpack = pack, unpack
+        self._buffer: torch.Tensor | None = None
+
+    def _start(self):
+        size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._buffer = self._ring.take(self, size * self._num_bytes)
+        own = self._buffer.view(size, -1)[rank]
+        self._pack(own)
+        return dist.all_gather_into_tensor(self._buffer, own, group=self._group, async_op=True)
+
+    def _complete(self) -> None:
+        self._unpack(self._buffer.view(dist.get_world_size(self._group), -1))
+        self._buffer = None
+
+
+class GatherHandle:
+    """What Megatron keeps as `param_gather_handle`: after `wait()`, the current stream sees the new parameters.
+
+    Args:
+        transfers: in order; at most `window` are in flight.
+        done: called in the lane after the last, to bring the codec states up to date.
+    """
+
+    def __init__(self, lane: Lane, transfers: Sequence[Transfer], window: int, done: Callable[[], None]):
+        self._lane, self._transfers, self._window, self._done = lane, transfers, window, done
+        self._launched = 0
+        self._mark = None
+        self._complete = False
+        self._launch_up_to(window)
+        if lane.device.type == "cuda":
+            self._run()
+
+    def wait(self) -> None:
+        """Makes the current stream wait; on CPU, returns when the parameters are there. May be called again."""
+        self._run()
+        self._mark.hold_compute()
+
+    def _launch_up_to(self, count: int) -> None:
+        while self._launched < min(count, len(self._transfers)):
+            self._transfers[self._launched].launch()
+            self._launched += 1
+
+    def _run(self) -> None:
+        if self._complete:
+            return
+        self._complete = True
+        for index, transfer in enumerate(self._transfers):
+            transfer.finish()
+            self._launch_up_to(index + 1 + self._window)
+        with self._lane.enter():
+            self._done()
+        self._mark = self._lane.mark()
+
+
+class Nothing:
+    """The handle of a gather that had nothing to send."""
+
+    def wait(self) -> None:
+        pass
