@@ -10,6 +10,7 @@ import os
 
 from megatron_ciera.errors import ConfigurationError, refuse
 from megatron_ciera.flags import given_flags
+from megatron_ciera.moe import rules as moe_rules
 
 _CIERA_ONLY = (
     ("ciera_codec", "--ciera-codec"),
@@ -73,6 +74,8 @@ def after_megatron(args: argparse.Namespace) -> None:
             "1 with the deduplicating dispatcher",
             "Set --expert-tensor-parallel-size 1, or add --no-dedup-dispatch.",
         )
+    if wants_dedup:
+        moe_rules.check_graphs(args, "--dedup-dispatch")
 
 
 def _check_world(args) -> None:
@@ -213,6 +216,7 @@ def _check_placement(args) -> None:
             "routing by the trained router: forced routing has no correlation to fit",
             "Remove one of the two.",
         )
+    moe_rules.check_placement(args)
 
 
 def _check_dedup(args) -> None:
@@ -227,6 +231,7 @@ def _check_dedup(args) -> None:
             "--moe-token-dispatcher-type alltoall",
             "Add --moe-token-dispatcher-type alltoall, or leave out --dedup-dispatch.",
         )
+    moe_rules.check_dedup(args, flag)
 
 
 def _check_shuffle(args) -> None:

@@ -1,0 +1,73 @@
+"""Metrics on hand-made matrices."""
+
+import pytest
+import torch
+
+from megatron_ciera.moe import plan
+from megatron_ciera.moe.counters import LayerCounter, Volume, metrics
+
+
+def counted(my_rank, nodes=(0, 0, 1, 1)):
+    """Four ranks of two experts each; three tokens with experts (0, 1), (0, 4) and (6, 7)."""
+    routing_map = torch.zeros(3, 8, dtype=torch.bool)
+    for token, experts in enumerate([(0, 1), (0, 4), (6, 7)]):
+        routing_map[token, list(experts)] = True
+    counter = LayerCounter.zeros(4, "cpu")
+    counter.add(*plan.count(routing_map, 4), 3)
+    return counter, counter.summary(my_rank, torch.tensor(nodes) == nodes[my_rank])
+
+
+def test_summary():
+    _, summary = counted(my_rank=1)
+    # rows, assignments, tokens; rows and assignments to the other rank of node 0, then to node 1
+    assert summary.tolist() == [4, 6, 3, 2, 2, 3, 3, 3, 0, 1, 2]
+
+
+def test_summary_of_a_rank_that_keeps_its_rows():
+    _, summary = counted(my_rank=0)
+    assert summary[:7].tolist() == [4, 6, 3, 0, 2, 0, 3]
+
+
+def test_reset():
+    counter, _ = counted(my_rank=0)
+    counter.reset()
+    assert not counter.summary(0, torch.ones(4, dtype=torch.bool)).any()
+
+
+def test_deduplicated_volume():
+    _, summary = counted(my_rank=1)
+    values = metrics(torch.stack([summary, summary]), Volume(True, row_bytes=100, assignment_bytes=5))
+    assert values["moe/rows_sent"] == 8
+    assert values["moe/rows_stock"] == 12
+    assert values["moe/tokens"] == 6
+    assert values["moe/bytes_combine"] == 2 * 4 * 100
+    assert values["moe/bytes_dispatch"] == 2 * (4 * 100 + 6 * 5)
+    assert values["moe/bytes_sent"] == values["moe/bytes_intra_node"] + values["moe/bytes_inter_node"]
+    assert values["moe/bytes_intra_node"] == 2 * (2 * 100 + 3 * 5 + 2 * 100)
+    assert values["moe/rows_removed"] == pytest.approx(1 - 4 / 6)
+    assert values["moe/rank_load"] == pytest.approx(3 / 1.5)
+
+
+def test_stock_volume():
+    _, summary = counted(my_rank=1)
+    values = metrics(summary[None], Volume(False, row_bytes=100, assignment_bytes=4))
+    assert values["moe/rows_sent"] == values["moe/rows_stock"] == 6
+    assert values["moe/bytes_sent"] == 2 * 6 * 100 + 6 * 4
+
+
+def test_percentiles_are_over_layers():
+    rows = torch.zeros(3, 11, dtype=torch.int64)
+    rows[:, 1] = 100
+    rows[:, 0] = torch.tensor([90, 50, 10])
+    rows[:, 7:] = torch.tensor([[25, 25, 25, 25], [40, 20, 20, 20], [100, 0, 0, 0]])
+    values = metrics(rows, None)
+    assert values["moe/rows_removed_p50"] == pytest.approx(0.5)
+    assert values["moe/rank_load_p50"] == pytest.approx(1.6)
+    assert values["moe/rank_load"] == pytest.approx((1 + 1.6 + 4) / 3)
+    assert "moe/rows_sent" not in values
+
+
+def test_an_interval_without_tokens():
+    values = metrics(torch.zeros(2, 11, dtype=torch.int64), Volume(True, 100, 5))
+    assert values["moe/rows_sent"] == 0
+    assert "moe/rows_removed" not in values
