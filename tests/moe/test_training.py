@@ -1,0 +1,164 @@
+"""Whole training runs: placements change no bit, checkpoints are logical, rows add up over a run.
+
+With top-2 every sum of the dispatch has two terms, so that even the deduplicating dispatcher has the bits of
+stock. `--clip-grad 0`: a gradient norm sums experts in slot order, and clipping spreads its last bit.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from placement.file import DECODER, LayerId, LayerPlacement, Placement
+from tests.launching import ROOT, TINY, launch
+
+PLAIN = (str(ROOT / "tests" / "plain_megatron.py"),)
+FLAGS = [*TINY, "--clip-grad", "0", "--train-iters", "3"]
+BY_EXPERT = "--dist-ckpt-optim-fully-reshardable"
+EXPERTS = 8
+
+
+def write_placement(path: Path, expert_parallel: int, seed: int) -> dict[int, list[int]]:
+    rng = np.random.default_rng(seed)
+    maps = {layer: rng.permutation(EXPERTS) for layer in range(2)}
+    layers = tuple(LayerPlacement(LayerId(DECODER, layer), map_) for layer, map_ in maps.items())
+    fit = {"tokens": 64, "source": "test", "iteration": 1}
+    Placement(EXPERTS, 2, expert_parallel, expert_parallel, layers, fit).save(path)
+    return {layer: map_.tolist() for layer, map_ in maps.items()}
+
+
+def by_expert(run, expert_parallel: int, maps=None) -> dict[tuple, set[str]]:
+    """Digests of all parameters of a run, experts under their logical number."""
+    digests = {}
+    for file, parameters in run.parameters.items():
+        rank = int(re.search(r"rank(\d+)", file)[1])
+        for name, digest in parameters.items():
+            found = re.search(r"layers\.(\d+)\..*local_experts\.(\d+)\.(.*)", name)
+            key = (name,)
+            if found:
+                layer, place = int(found[1]), int(found[2])
+                slot = rank % expert_parallel * (EXPERTS // expert_parallel) + place
+                key = (layer, maps[layer][slot] if maps else slot, found[3])
+            digests.setdefault(key, set()).add(digest)
+    return digests
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("placed")
+
+
+@pytest.fixture(scope="module")
+def maps(folder):
+    return {name: write_placement(folder / f"{name}.json", 2, seed) for name, seed in (("a", 0), ("b", 1))}
+
+
+@pytest.fixture(scope="module")
+def train(folder):
+    """Trains up to iteration 3 on four processes, by default at EP 2."""
+
+    def run(name, *words, expert_parallel=2, **options):
+        words = [*FLAGS, "--expert-model-parallel-size", expert_parallel, *words]
+        return launch(folder / name, 4, words, **options).check()
+
+    return run
+
+
+def placed(folder, name):
+    return "--correlated-placement", "--placement-file", folder / f"{name}.json"
+
+
+def resume(folder, iteration):
+    return "--load", folder, "--ckpt-step", iteration
+
+
+@pytest.fixture(scope="module")
+def stock(folder, train):
+    """Contiguous, and saved as plain Megatron saves: the optimizer by slot."""
+    return train("stock", "--save", folder / "plain", "--save-interval", 1)
+
+
+@pytest.fixture(scope="module")
+def run_a(folder, train, maps, stock):
+    """Iterations 2 and 3 under placement A with the deduplicating dispatcher, both saved."""
+    words = resume(folder / "plain", 1)
+    return train("run_a", *placed(folder, "a"), *words, "--save", folder / "under_a", "--save-interval", 1)
+
+
+def checkpoint(path: Path, iteration: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    reader = FileSystemReader(path / f"iter_{iteration:07d}")
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def same_checkpoint(first: dict, second: dict) -> None:
+    """Weights, masters and moments equal bit for bit."""
+    assert len([name for name in first if "exp_avg" in name and "experts" in name]) >= 4
+    for name in first:
+        assert torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)), name
+
+
+def test_a_placed_run_has_the_bits_of_the_contiguous_one(stock, run_a, maps):
+    assert by_expert(run_a, 2, maps["a"]) == by_expert(stock, 2)
+    for plain, ours in zip(stock.iterations[1:], run_a.iterations, strict=True):
+        assert ours["losses"] == plain["losses"]
+
+
+def test_rows_sent_and_stock(run_a):
+    for record in run_a.iterations:
+        found = record["metrics"]
+        assert found["moe/rows_stock"] == 2 * 2 * 4 * 64
+        assert found["moe/rows_sent"] == found["moe/rows_distinct"] < found["moe/rows_stock"]
+
+
+def test_the_checkpoint_names_its_placement(folder, run_a, maps):
+    from megatron.core import dist_checkpointing
+
+    stored = dist_checkpointing.load_common_state_dict(str(folder / "under_a" / "iter_0000003"))
+    document = stored["args"].ciera_placement
+    assert {layer["layer"]: layer["physical_to_logical_map"] for layer in document["layers"]} == maps["a"]
+
+
+def test_another_placement_continues_with_the_same_bits(folder, train, run_a, stock, maps):
+    words = resume(folder / "under_a", 2)
+    run = train("run_b", *placed(folder, "b"), "--no-dedup-dispatch", *words, "--save", folder / "under_b")
+    assert by_expert(run, 2, maps["b"]) == by_expert(stock, 2)
+    same_checkpoint(checkpoint(folder / "under_a", 3), checkpoint(folder / "under_b", 3))
+
+
+def test_plain_megatron_continues_with_the_same_bits(folder, train, run_a, stock):
+    words = resume(folder / "under_a", 2)
+    run = train("plain_from_a", *words, "--save", folder / "from_a", BY_EXPERT, script=PLAIN)
+    assert by_expert(run, 2) == by_expert(stock, 2)
+    same_checkpoint(checkpoint(folder / "under_a", 3), checkpoint(folder / "from_a", 3))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--expert-model-parallel-size 4",
+        pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_other_layouts_read_every_value(folder, train, run_a, layout):
+    """Loaded at the last iteration and saved again: nothing is trained, everything is moved."""
+    saved = folder / layout.replace(" ", "_")
+    words = ["--correlated-placement", *resume(folder / "under_a", 3), "--save", saved, *layout.split()]
+    run = train(saved.name + "_run", *words)
+    if "expert-model" in layout:
+        assert "expert-parallel size 2, this run has 4: experts start contiguous" in run.output
+    same_checkpoint(checkpoint(folder / "under_a", 3), checkpoint(saved, 3))
