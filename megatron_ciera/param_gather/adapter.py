@@ -29,6 +29,21 @@ class FoundGroup:
     def process_group(self):
         return self.bucket_group.intra_distributed_optimizer_instance_group
 
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def device(self) -> torch.device:
+        return self.bucket_group.buckets[0].grad_data.device
+
+    @property
+    def num_bytes(self) -> int:
+        """What a plain gather moves into each rank's buffers, own shards included."""
+        return sum(
+            bucket.param_data.nbytes for bucket in self.bucket_group.buckets if bucket.param_data is not None
+        )
+
 
 def find_groups(model_chunks: list) -> list[FoundGroup]:
     """All bucket groups of this rank, in the order in which they are gathered.

@@ -1,5 +1,6 @@
 """One bucket of the distributed optimizer: its words, its segments, and the codec states of the own shard."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ class GatherBucket:
 
     Args:
         name: for messages.
+        index: number of the bucket in its group.
         values: `bucket.param_data`: 1-D, all ranks' shards one after the other.
         rank, size: of the process group that shares it.
         runs: where which class of parameters lies.
@@ -58,6 +60,7 @@ class GatherBucket:
     def __init__(
         self,
         name: str,
+        index: int,
         values: torch.Tensor,
         rank: int,
         size: int,
@@ -69,11 +72,19 @@ class GatherBucket:
         self.name, self.values, self.rank, self.size, self.codecs = name, values, rank, size, codecs
         self.words = as_words(values)
         self.shard_values = values.numel() // size
-        self.pieces: tuple[Piece, ...] = cut_bucket(values.numel(), size, runs, piece_values)
+        self.pieces: tuple[Piece, ...] = cut_bucket(values.numel(), size, runs, piece_values, index)
         self.first_slot = first_slot
         self.num_slots = max(sum(len(piece.segments[r]) for piece in self.pieces) for r in range(size))
         self.own = list(self._own_segments())
-        self._choices: dict[Segment, str] = {}
+        self._choices = {
+            segment: RAW for piece in self.pieces for segments in piece.segments for segment in segments
+        }
+        self._words = {segment: self.segment_words(segment) for segment in self._choices}
+        self._of_piece = [
+            [own for own in self.own if own.piece == index] for index in range(len(self.pieces))
+        ]
+        self._rows = _first_rows([self._num_foreign(piece) for piece in self.pieces])
+        self._take_digest()
         foreign = sum(len(piece.segments[r]) for piece in self.pieces for r in range(size) if r != rank)
         self.flags = new_flags(foreign, values.device)
         self.stepped = False  # an optimizer step since the last gather
@@ -95,11 +106,6 @@ class GatherBucket:
         """Memory held by codec states now."""
         return sum(own.state.nbytes for own in self.own if own.state is not None)
 
-    @property
-    def compressible(self) -> bool:
-        """Whether any segment of any rank has a codec."""
-        return any(self._choices.values())
-
     def segment_words(self, segment: Segment) -> torch.Tensor:
         """The words of a segment, a view."""
         start = segment.owner * self.shard_values + segment.start
@@ -110,19 +116,19 @@ class GatherBucket:
 
         A state that its codec does not need any more is dropped; missing ones are made by the next `adopt`.
         """
-        for piece in self.pieces:
-            for segments in piece.segments:
-                for segment in segments:
-                    self._choices[segment] = choice(segment)
+        for segment in self._choices:
+            self._choices[segment] = choice(segment)
+        self._take_digest()
         for own in self.own:
             codec = self._choices[own.segment]
             if codec != own.codec:
                 own.codec, own.state = codec, None
         self.encoded = False
 
-    def choices(self) -> tuple[str, ...]:
-        """All ranks' choices, in order: what a hash of decisions is made from."""
-        return tuple(self._choices.values())
+    def _take_digest(self) -> None:
+        """A hash of all ranks' choices, in order."""
+        self.digest = hashlib.sha256(",".join(self._choices.values()).encode()).digest()
+        self.compressible = any(self._choices.values())
 
     def forget(self) -> None:
         """The receivers' words may differ from the states: the next gather is raw."""
@@ -168,8 +174,7 @@ class GatherBucket:
         """Writes the own payload of a piece into `region` (uint8): segments as encoded, raw ones as they are."""
         offset = 0
         sizes = self.sizes[piece_index].by_owner[self.rank]
-        mine = [own for own in self.own if own.piece == piece_index]
-        for own, num_bytes in zip(mine, sizes, strict=True):
+        for own, num_bytes in zip(self._of_piece[piece_index], sizes, strict=True):
             source = own.words.view(torch.uint8) if own.codec == RAW else own.payload[:num_bytes]
             region[offset : offset + source.numel()].copy_(source)
             offset += num_bytes
@@ -188,14 +193,14 @@ class GatherBucket:
                 offset += num_bytes
                 if owner == self.rank:
                     continue
-                codec, words = self._choices[segment], self.segment_words(segment)
+                codec, words = self._choices[segment], self._words[segment]
                 if codec == RAW:
                     words.view(torch.uint8).copy_(payload[: words.nbytes])
                     continue
                 payloads, targets = work.setdefault(codec, ([], []))
                 payloads.append(payload)
                 targets.append(words)
-        row = self._first_row(piece_index)
+        row = self._rows[piece_index]
         for codec in sorted(work):
             payloads, targets = work[codec]
             flags = self.flags[row : row + len(targets)]
@@ -205,7 +210,7 @@ class GatherBucket:
     def place(self, row: int) -> str:
         """In words, what row `row` of `flags` counts."""
         for index, piece in enumerate(self.pieces):
-            first = self._first_row(index)
+            first = self._rows[index]
             if row < first or row >= first + self._num_foreign(piece):
                 continue
             coded: list[Segment] = []
@@ -228,5 +233,6 @@ class GatherBucket:
     def _num_foreign(self, piece: Piece) -> int:
         return len(self._foreign(piece))
 
-    def _first_row(self, piece_index: int) -> int:
-        return sum(self._num_foreign(piece) for piece in self.pieces[:piece_index])
+
+def _first_rows(counts: list[int]) -> list[int]:
+    return [sum(counts[:index]) for index in range(len(counts))]

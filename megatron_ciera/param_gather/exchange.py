@@ -3,7 +3,8 @@
 Each rank contributes a vector of int64 of the same, fixed length, so that ranks that went different ways still meet
 in one collective and find out:
 
-    version | step counter | hash of decisions | damaged blocks | place of the first | payload bytes by own segment
+    version | step counter | hash of decisions | damaged blocks | place of the first | payload bytes by own segment |
+    counts of the probe
 """
 
 from collections.abc import Sequence
@@ -35,12 +36,16 @@ class Damage:
 class Exchange:
     """Exchanges sizes on a process group of its own, so that an earlier gather may still be on the wire."""
 
-    def __init__(self, group, num_slots: int, device: torch.device, lane: Lane, ledger: Ledger):
+    def __init__(
+        self, group, num_slots: int, num_counts: int, device: torch.device, lane: Lane, ledger: Ledger
+    ):
         self._group = group
         self._size = dist.get_world_size(group)
         self._lane = lane
         self._ledger = ledger
-        self._outgoing = torch.zeros(len(HEADER) + num_slots, dtype=torch.int64, device=device)
+        self._num_slots = num_slots
+        length = len(HEADER) + num_slots + num_counts
+        self._outgoing = torch.zeros(length, dtype=torch.int64, device=device)
         self._incoming = torch.empty(self._size * self._outgoing.numel(), dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._header = torch.zeros(3, dtype=torch.int64, pin_memory=pinned)
@@ -50,6 +55,11 @@ class Exchange:
 
     def clear(self) -> None:
         self._outgoing.zero_()
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """This rank's counts of the probe, int64 on the device, to be written between `clear` and `start`."""
+        return self._outgoing[len(HEADER) + self._num_slots :]
 
     def fill(self, slots: Sequence[int], sizes: torch.Tensor) -> None:
         """Puts payload sizes (int64 on the device) into these slots, between `clear` and `start`."""
@@ -78,8 +88,8 @@ class Exchange:
             self._work.wait()
             self._copy.start(self._incoming)
 
-    def result(self, describe=str) -> torch.Tensor:
-        """Every rank's sizes, int64 `[ranks, slots]` on the host. NOTE: host synchronisation.
+    def result(self, describe=str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every rank's sizes and counts, int64 `[ranks, …]` on the host. NOTE: host synchronisation.
 
         `describe` turns a row of the flags into words, for messages.
 
@@ -93,7 +103,8 @@ class Exchange:
         self._work = None
         _check_agreement(table)
         check_damage(table[:, 3:5], describe)
-        return table[:, len(HEADER) :]
+        start = len(HEADER)
+        return table[:, start : start + self._num_slots], table[:, start + self._num_slots :]
 
     def check_damage(self, flags: torch.Tensor, describe=str) -> None:
         """Exchanges damage alone and raises on every rank if there is any. NOTE: host synchronisation."""

@@ -5,22 +5,22 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from megatron_ciera.errors import ConfigurationError, exit_with
 from megatron_ciera.feature import Feature
 from megatron_ciera.flags import CieraConfig
 from megatron_ciera.param_gather import adapter
-from megatron_ciera.param_gather.bucket import GatherBucket
-from megatron_ciera.param_gather.codec import CODECS, make_codec
-from megatron_ciera.param_gather.exchange import Exchange
-from megatron_ciera.param_gather.group import Round, ShardGroup, Tuning
+from megatron_ciera.param_gather.build import Built, Shared, build_groups
+from megatron_ciera.param_gather.group import Round, Tuning
 from megatron_ciera.param_gather.lanes import Lane
 from megatron_ciera.param_gather.ledger import FALLBACKS, Ledger
-from megatron_ciera.param_gather.process_groups import make_own_groups
 from megatron_ciera.param_gather.transfer import Ring
 
 PREFIX = "ciera/"
-_BYTES = ("bytes_raw", "bytes_sent", "bytes_payload_mean")
 _COUNTS = ("raw_gathers", "coded_gathers", "unchanged", "exchanges")
-
+_SUMMED = (
+    *("bytes_raw", "bytes_sent", "bytes_payload_mean", *_COUNTS),
+    *(f"raw_fallbacks/{reason}" for reason in FALLBACKS),
+)
 
 _running: "weakref.WeakSet[ParamGatherFeature]" = weakref.WeakSet()
 
@@ -38,15 +38,14 @@ class ParamGatherFeature(Feature):
 
     def __init__(self, config: CieraConfig, tuning: Tuning | None = None):
         self.config = config
-        self._tuning = tuning or Tuning()
         self.run = None
-        self.groups: list[ShardGroup] = []
+        self.built: list[Built] = []
         self.ledger = Ledger()
+        self._tuning = tuning or Tuning()
         self._found: list[adapter.FoundGroup] = []
-        self._group_of: dict[int, tuple[ShardGroup, list[GatherBucket]]] = {}
-        self._expert_groups: list[ShardGroup] = []
+        self._shared: Shared | None = None
         self._totals: dict[str, float] = {}
-        self._round = Round()
+        self._tail: dict[str, float] | None = None
         _running.add(self)
 
     def model_built(self, model_chunks: list) -> None:
@@ -59,10 +58,25 @@ class ParamGatherFeature(Feature):
                 adapter.after_call(buffer, "reload_from_cpu", self.invalidate)
 
     def optimizer_built(self, model_chunks: list, optimizer) -> None:
+        device = self._found[0].device if self._found else torch.device("cpu")
+        lane = Lane(device, aside=self.config.ciera_overlap)
+        ring = Ring(self._tuning.num_slots, device, lane)
+        self._shared = Shared(
+            self.config, self._tuning, device, lane, ring, self.ledger, Round(), self.run.log
+        )
+        optimizers = list(adapter.find_optimizers(optimizer))
         compressed = [found for found in self._found if found.raw_reason is None]
-        own = make_own_groups(found.process_group for found in compressed)
-        if compressed:
-            self._build(model_chunks, list(adapter.find_optimizers(optimizer)), compressed, own)
+        names = adapter.parameter_names(model_chunks)
+        try:
+            self.built = build_groups(compressed, optimizers, names, self._shared)
+        except ConfigurationError as error:
+            exit_with(error)
+        if device.type == "cpu" and self.config.ciera_selection:
+            self.run.log("--ciera: times mean nothing on gloo: selection goes by bytes alone")
+        for built in self.built:
+            ahead = built.overlapped and self.config.ciera_overlap
+            after = built.group.encode_ahead if ahead else lambda: None
+            adapter.around_step(optimizers[built.optimizer], built.group.stepped, after)
         for found in self._found:
             self._attach(found)
 
@@ -71,129 +85,95 @@ class ParamGatherFeature(Feature):
 
     def invalidate(self, expert_only: bool = False) -> None:
         """Parameters were rewritten outside the optimizer: the next gathers are raw. Call on all ranks alike."""
-        for group in self._expert_groups if expert_only else self.groups:
-            group.forget()
+        for built in self.built:
+            if built.expert or not expert_only:
+                built.group.forget()
+
+    def before_step(self, iteration: int) -> None:
+        interval = self.config.ciera_verify_interval
+        for built in self.built:
+            built.group.verify = bool(interval) and iteration % interval == 0
 
     def before_save(self, iteration: int) -> None:
-        self.check_damage()
+        self._check_damage()
 
     def finished(self) -> None:
-        self.check_damage()
+        self._check_damage()
+        self._tail = self.metrics()
+        self.run.log(self._summary())
 
-    def check_damage(self) -> None:
+    def _check_damage(self) -> None:
         """Stops every rank of a group in which a gathered block did not have its hash. NOTE: host synchronisation."""
-        for group in self.groups:
-            group.check_damage()
+        for built in self.built:
+            built.group.check_damage()
 
     def metrics(self) -> dict[str, float]:
-        names = (*_BYTES, *_COUNTS, *(f"raw_fallbacks/{reason}" for reason in FALLBACKS))
-        summed = torch.tensor(self.ledger.take(names), dtype=torch.float64, device=self._device)
+        if self._tail is not None:  # what came after the last logged iteration, read once after the end
+            values, self._tail = self._tail, None
+            return values
+        device = self._found[0].device if self._found else torch.device("cpu")
+        summed = torch.tensor(self.ledger.take(_SUMMED), dtype=torch.float64, device=device)
         dist.all_reduce(summed)
-        values = dict(zip(names, summed.tolist(), strict=True))
+        values = dict(zip(_SUMMED, summed.tolist(), strict=True))
         for name, value in values.items():
             self._totals[name] = self._totals.get(name, 0) + value
         values["raw_fallbacks"] = sum(values[f"raw_fallbacks/{reason}"] for reason in FALLBACKS)
         values["ratio"] = _ratio(values)
+        values.update(self._slowest(device))
         return {PREFIX + name: _whole(value) for name, value in values.items()}
 
-    def _build(self, model_chunks, optimizers, compressed, own) -> None:
-        names = adapter.parameter_names(model_chunks)
-        device = compressed[0].bucket_group.buckets[0].param_data.device
-        lane = Lane(device, aside=self.config.ciera_overlap)
-        ring = Ring(self._tuning.num_slots, device, lane)
-        optimizer_of = {
-            id(bucket): index
-            for index, optimizer in enumerate(optimizers)
-            for buffer in optimizer.buffers
-            for bucket in buffer.buckets
-        }
-        parts: dict[tuple, list[adapter.FoundGroup]] = {}
-        for found in compressed:
-            ranks = tuple(dist.get_process_group_ranks(found.process_group))
-            index = optimizer_of.get(id(found.bucket_group.buckets[0]), 0)
-            parts.setdefault((index, ranks), []).append(found)
-        for (index, ranks), members in parts.items():
-            group = self._make_group(members, names, own[ranks], device, lane, ring)
-            self.groups.append(group)
-            if any(found.expert for found in members):
-                self._expert_groups.append(group)
-            adapter.around_step(optimizers[index], group.stepped, self._after_step(members[0], group))
-
-    def _after_step(self, found, group):
-        overlapped = found.bucket_group.ddp_config.overlap_param_gather and self.config.ciera_overlap
-        return group.encode_ahead if overlapped else lambda: None
-
-    def _make_group(self, members, names, own_group, device, lane, ring) -> ShardGroup:
-        size = adapter.size_of(members[0].process_group)
-        rank = dist.get_rank(members[0].process_group)
-        buckets: list[GatherBucket] = []
-        slots = 0
-        for found in members:
-            mine = []
-            for bucket in found.bucket_group.buckets:
-                values = bucket.param_data
-                piece_values = max(1, self._tuning.piece_bytes // (size * values.element_size()))
-                made = GatherBucket(
-                    found.name,
-                    values,
-                    rank,
-                    size,
-                    adapter.parameter_runs(bucket, names),
-                    self._codecs(values.dtype, device),
-                    piece_values,
-                    slots,
-                )
-                made.choose(self._first_choice)
-                slots += made.num_slots
-                mine.append(made)
-            buckets += mine
-            self._group_of[id(found.bucket_group)] = mine
-        exchange = Exchange(own_group, slots, device, lane, self.ledger)
-        group = ShardGroup(
-            members[0].name,
-            members[0].process_group,
-            buckets,
-            exchange,
-            ring,
-            lane,
-            self.ledger,
-            self.config.ciera_warmup_iters,
-            self._tuning,
-            self._round,
+    def _summary(self) -> str:
+        """The totals so far, in one line."""
+        total = self._totals
+        return (
+            f"--ciera: {total.get('bytes_sent', 0):.0f} of {total.get('bytes_raw', 0):.0f} bytes sent "
+            f"(ratio {_ratio(total):.4f}), "
+            f"{sum(total.get(f'raw_fallbacks/{reason}', 0) for reason in FALLBACKS):.0f} raw fallbacks"
         )
-        for found in members:
-            self._group_of[id(found.bucket_group)] = (group, self._group_of[id(found.bucket_group)])
-        return group
 
-    def _codecs(self, dtype, device) -> dict:
-        return {
-            name: make_codec(name, self.config.ciera_coder, dtype, self.config.ciera_block_size, device)
-            for name in CODECS
-        }
+    def _slowest(self, device: torch.device) -> dict[str, float]:
+        """Times (ms a rank spent, GPU only) and memory (MB held), of the rank with the most."""
+        values = {f"{name}_ms": time for name, time in self._shared.lane.watch.take().items()}
+        held = [built.group.memory for built in self.built]
+        values["state_mb"] = sum(memory["state"] for memory in held) / 2**20
+        values["staging_mb"] = (
+            sum(memory["staging"] for memory in held) + self._shared.ring.num_bytes
+        ) / 2**20
+        most = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return dict(zip(values, most.tolist(), strict=True))
 
-    def _first_choice(self, segment) -> str:
-        return "delta" if self.config.ciera_codec == "auto" else self.config.ciera_codec
-
-    def _attach(self, found) -> None:
+    def _attach(self, found: adapter.FoundGroup) -> None:
+        group = found.bucket_group
         if found.raw_reason is None:
-            group, buckets = self._group_of[id(found.bucket_group)]
-            adapter.replace_gather(found.bucket_group, lambda: [group.gather(bucket) for bucket in buckets])
-        elif getattr(found.bucket_group, "intra_distributed_optimizer_instance_size", 2) == 1:
-            adapter.skip_gather(found.bucket_group)
+            gathers = [
+                (built.group, built.buckets[id(bucket)])
+                for bucket in group.buckets
+                for built in self.built
+                if id(bucket) in built.buckets
+            ]
+            adapter.replace_gather(group, lambda: [each.gather(bucket) for each, bucket in gathers])
+        elif found.size == 1:
+            adapter.skip_gather(group)
+        else:
+            adapter.count_gather(group, lambda: self._count_unsupported(found))
+
+    def _count_unsupported(self, found: adapter.FoundGroup) -> None:
+        contribution = found.num_bytes // found.size
+        self.ledger.received("bytes_raw", found.size, contribution)
+        self.ledger.received("bytes_sent", found.size, contribution)
+        if dist.get_rank(found.process_group) == 0:
+            self.ledger.add("raw_fallbacks/unsupported", 1)
 
     def _log_raw(self) -> None:
         for reason in dict.fromkeys(found.raw_reason for found in self._found):
             if reason is not None:
                 names = [found.name for found in self._found if found.raw_reason == reason]
-                self.run.log(f"--ciera: raw for good: {len(names)} bucket groups ({names[0]}, …): {reason}")
-
-    @property
-    def _device(self) -> torch.device:
-        return self._found[0].bucket_group.buckets[0].grad_data.device if self._found else torch.device("cpu")
+                self.run.log(f"--ciera: gathered as without it, {len(names)} × ({names[0]} …): {reason}")
 
 
 def _ratio(values: dict[str, float]) -> float:
-    return values["bytes_sent"] / values["bytes_raw"] if values["bytes_raw"] else 1.0
+    return values["bytes_sent"] / values["bytes_raw"] if values.get("bytes_raw") else 1.0
 
 
 def _whole(value: float) -> float:

@@ -13,6 +13,7 @@ class Lane:
 
     def __init__(self, device: torch.device, aside: bool = True):
         self.device = device
+        self.watch = Stopwatch(device)
         self._stream = torch.cuda.Stream(device, priority=-1) if aside and device.type == "cuda" else None
 
     @property
@@ -32,6 +33,41 @@ class Lane:
     def mark(self) -> "Mark":
         """The point that this lane has reached; `Mark.hold_compute` makes the current stream wait for it."""
         return Mark(self._stream)
+
+
+class Stopwatch:
+    """Device time of codec work and gathers by name; nothing on CPU, where it would mean nothing.
+
+    Spans of pieces in flight together overlap, so the sum of "gather" can exceed the time on the clock.
+    """
+
+    NAMES = ("encode", "gather", "decode")
+
+    def __init__(self, device: torch.device):
+        self.enabled = device.type == "cuda"
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def begin(self):
+        """A point on the current stream; None on CPU."""
+        if not self.enabled:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, name: str, begin) -> None:
+        """Counts the time from `begin` to here on the current stream."""
+        if begin is not None:
+            self._spans.append((name, begin, self.begin()))
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds by name since the last call. NOTE: waits for the device."""
+        total = dict.fromkeys(self.NAMES, 0.0) if self.enabled else {}
+        for name, begin, end in self._spans:
+            end.synchronize()
+            total[name] += begin.elapsed_time(end)
+        self._spans.clear()
+        return total
 
 
 class Mark:

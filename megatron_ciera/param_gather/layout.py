@@ -37,8 +37,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` values from `start` (inside the shard) of the shard of rank `owner`."""
+    """`length` values from `start` (inside the shard) of the shard of rank `owner` of bucket `bucket`."""
 
+    bucket: int
     owner: int
     start: int
     length: int
@@ -62,7 +63,9 @@ def parameter_class(name: str) -> str:
     return "other"
 
 
-def cut_bucket(num_values: int, group_size: int, runs: Iterable[Run], piece_values: int) -> tuple[Piece, ...]:
+def cut_bucket(
+    num_values: int, group_size: int, runs: Iterable[Run], piece_values: int, bucket: int = 0
+) -> tuple[Piece, ...]:
     """Cuts a bucket into pieces of at most `piece_values` values a rank, and those into segments.
 
     Args:
@@ -70,6 +73,7 @@ def cut_bucket(num_values: int, group_size: int, runs: Iterable[Run], piece_valu
         group_size: ranks that share it.
         runs: the parameters in it, in any order. Padding belongs to the parameter before it.
         piece_values: upper limit of a piece's length.
+        bucket: its number in the group, which goes into the segments.
 
     Raises:
         ValueError: the bucket does not divide into equal shards.
@@ -82,7 +86,8 @@ def cut_bucket(num_values: int, group_size: int, runs: Iterable[Run], piece_valu
     for start in range(0, shard, piece_values):
         length = min(piece_values, shard - start)
         segments = tuple(
-            tuple(_segments(kinds, owner, owner * shard, start, length)) for owner in range(group_size)
+            tuple(_segments(kinds, bucket, owner, owner * shard, start, length))
+            for owner in range(group_size)
         )
         pieces.append(Piece(start, length, segments))
     return tuple(pieces)
@@ -100,14 +105,16 @@ def _fill(runs: Sequence[Run], num_values: int) -> list[Run]:
     return filled or [Run(0, num_values, "other")]
 
 
-def _segments(kinds: Sequence[Run], owner: int, shard_start: int, start: int, length: int) -> list[Segment]:
+def _segments(
+    kinds: Sequence[Run], bucket: int, owner: int, shard_start: int, start: int, length: int
+) -> list[Segment]:
     first, last = shard_start + start, shard_start + start + length
     parts = [
         (max(run.start, first), min(run.end, last), run.kind)
         for run in kinds
         if run.start < last and run.end > first
     ]
-    return [Segment(owner, a - shard_start, b - a, kind) for a, b, kind in _join_short(parts)]
+    return [Segment(bucket, owner, a - shard_start, b - a, kind) for a, b, kind in _join_short(parts)]
 
 
 def _join_short(parts: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:

@@ -48,10 +48,12 @@ class Transfer:
     def __init__(self, lane: Lane):
         self._lane = lane
         self._work = None
+        self._begin = None
         self._finished = False
 
     def launch(self) -> None:
         with self._lane.enter():
+            self._begin = self._lane.watch.begin()
             self._work = self._start()
 
     def finish(self) -> None:
@@ -61,7 +63,10 @@ class Transfer:
         with self._lane.enter():
             self._work.wait()
             self._work = None
+            self._lane.watch.end("gather", self._begin)
+            begin = self._lane.watch.begin()
             self._complete()
+            self._lane.watch.end("decode", begin)
 
     def _start(self):
         raise NotImplementedError

@@ -69,12 +69,12 @@ class Model:
         for index, values in enumerate(self.values):
             piece_values = max(1, tuning.piece_bytes // (self.size * values.element_size()))
             bucket = GatherBucket(
-                f"bucket {index}", values, self.rank, self.size, runs[index], codecs, piece_values, slots
+                f"bucket {index}", index, values, self.rank, self.size, runs[index], codecs, piece_values, slots
             )
             bucket.choose(choose)
             slots += bucket.num_slots
             buckets.append(bucket)
-        exchange = Exchange(dist.new_group(ranks), slots, device, lane, self.ledger)
+        exchange = Exchange(dist.new_group(ranks), slots, 0, device, lane, self.ledger)
         self.group = ShardGroup(
             "test", group, buckets, exchange, ring, lane, self.ledger, warmup, tuning, Round()
         )
