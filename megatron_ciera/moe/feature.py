@@ -16,12 +16,16 @@ from megatron_ciera.flags import CieraConfig
 from megatron_ciera.moe import stored
 from megatron_ciera.moe.agreement import agree
 from megatron_ciera.moe.counters import NUM_COLUMNS, Volume, metrics
+from megatron_ciera.moe.fit_process import FitAnswer, FitRequest
 from megatron_ciera.moe.groups import make_expert_group
 from megatron_ciera.moe.layer import attach_counter, attach_dispatcher, attach_placement
 from megatron_ciera.moe.optimizer_state import OptimizerState
 from megatron_ciera.moe.placements import Maps, PlacementInForce
 from megatron_ciera.moe.plan import tag_dtype
-from megatron_ciera.moe.sites import find_sites
+from megatron_ciera.moe.recorder import RouteRecorder
+from megatron_ciera.moe.refit import MoveCost, Refit, worthwhile
+from megatron_ciera.moe.schedule import FitSchedule
+from megatron_ciera.moe.sites import expert_bytes, find_sites
 from placement.file import DECODER, MTP, Placement
 
 
@@ -41,7 +45,9 @@ class MoEFeature(Feature):
         self.name = "MoE: " + ", ".join(parts)
         self.placement = None
         self._target = None
+        self._stored_maps = None
         self._fit_info = {}
+        self._refit = None
 
     def model_built(self, model_chunks: list) -> None:
         """Attaches to every MoE layer; a placement file is read, compared over ranks and checked."""
@@ -56,7 +62,6 @@ class MoEFeature(Feature):
 
     def optimizer_built(self, model_chunks: list, optimizer) -> None:
         """Installs the placement that the checkpoint was saved under, so that state stored by slot fits."""
-        self._stored_maps = None
         try:
             found = stored.read_stored(get_args())
             if found is not None:
@@ -74,7 +79,32 @@ class MoEFeature(Feature):
         target = self._target if self._target is not None else self._stored_maps
         if target is not None:
             self._move(target, "placement file" if self._target is not None else "checkpoint's placement")
+        if self._refit is not None:
+            self._refit.started_at = iteration
+            self._refit.was_fitted = self._fit_info.get("iteration") is not None
         self._publish()
+
+    def before_step(self, iteration: int) -> None:
+        """Arms the recorders when this iteration's routing is to be fitted."""
+        if self._refit is not None:
+            self._refit.before_step(iteration)
+
+    def after_step(self, iteration: int) -> None:
+        """Applies a finished fit when its time has come."""
+        if self._refit is not None:
+            recorded_at = self._refit.recorded_at
+            self._apply(self._refit.after_step(iteration), recorded_at, iteration)
+
+    def before_save(self, iteration: int) -> None:
+        """A pending fit is finished first: a resumed run would not know of it."""
+        if self._refit is not None:
+            recorded_at = self._refit.recorded_at
+            self._apply(self._refit.finish(), recorded_at, iteration)
+
+    def finished(self) -> None:
+        """Nobody waits for a pending fit any more."""
+        if self._refit is not None:
+            self._refit.cancel()
 
     def metrics(self) -> dict[str, float]:
         """See counters.metrics. Collective over all ranks; one host synchronisation."""
@@ -94,22 +124,83 @@ class MoEFeature(Feature):
         self._ep_size = parallel_state.get_expert_model_parallel_world_size()
         self._ep_rank = parallel_state.get_expert_model_parallel_rank()
         self._same_node = self._ranks_on_this_node()
-        mappings = {}
+        mappings, recorders = {}, {}
         self._counters = {}
+        fits = self.config.correlated_placement and self.config.placement_file is None
         for site in sites:
             if self.config.dedup_dispatch:
                 attach_dispatcher(site.layer)
             self._counters[site.layer_id] = attach_counter(site.layer)
             if self.config.correlated_placement:
-                mappings[site.layer_id] = attach_placement(site.layer)
+                if fits:
+                    recorders[site.layer_id] = RouteRecorder(model.moe_router_topk)
+                mappings[site.layer_id] = attach_placement(site.layer, recorders.get(site.layer_id))
         if self.config.correlated_placement:
             self.placement = PlacementInForce(
                 sites, mappings, self._layer_ids, model.num_moe_experts, make_expert_group()
             )
+        if fits:
+            self._refit = self._make_refit(recorders)
         self._volume = self._make_volume()
         kind = "deduplicating" if self.config.dedup_dispatch else f"stock {model.moe_token_dispatcher_type}"
         self.run.log(
             f"MoE: {len(self._layer_ids)} layers, {kind} dispatcher, expert-parallel size {self._ep_size}"
+        )
+
+    def _make_refit(self, recorders: dict) -> Refit:
+        config = self.config
+        first, interval = config.placement_fit_iteration, config.placement_refit_interval
+        self.run.log(
+            f"MoE: placement fitted at iteration {first}"
+            + (f" and every {interval} after it" if interval else "")
+            + f", from {config.placement_fit_tokens} tokens"
+        )
+
+        def request() -> FitRequest:
+            return FitRequest(
+                layer_ids=[[layer.block, layer.layer, layer.inner_layer] for layer in self._layer_ids],
+                maps=[self.placement.maps[layer].tolist() for layer in self._layer_ids],
+                num_experts=self._model.num_moe_experts,
+                expert_parallel_size=self._ep_size,
+                ranks_per_node=self._ranks_per_node,
+                load_tolerance=config.placement_load_tolerance,
+            )
+
+        schedule = FitSchedule(first, interval)
+        tokens = config.placement_fit_tokens
+        return Refit(schedule, recorders, self._layer_ids, tokens, request, self.run.log)
+
+    def _apply(self, answer: FitAnswer | None, recorded_at: int | None, iteration: int) -> None:
+        if answer is None:
+            return
+        if answer.failure is not None:
+            self.run.log(f"MoE: fit of iteration {recorded_at}: placement stays as it is: {answer.failure}")
+            return
+        serves = self._refit.schedule.iterations_until_next(iteration, self.run.train_iters or iteration)
+        maps = worthwhile(answer, self.placement.maps, self._move_cost(), serves, self.run.log)
+        source = f"routing of iteration {recorded_at}"
+        self._fit_info = {
+            "tokens": self.config.placement_fit_tokens,
+            "source": source,
+            "iteration": recorded_at,
+        }
+        self._move(maps, f"fit of iteration {recorded_at}, applied after iteration {iteration}")
+        self._publish()
+
+    def _move_cost(self) -> MoveCost:
+        state = OptimizerState(self._optimizer)
+        replicas = self.placement.group.data_size
+        size = max((expert_bytes(site, state, replicas) for site in self.placement.sites), default=0)
+        # Stages without MoE layers decide with the others.
+        size = torch.tensor([size], dtype=torch.int64, device=torch.cuda.current_device())
+        dist.all_reduce(size, op=dist.ReduceOp.MAX)
+        args = get_args()
+        return MoveCost(
+            expert_bytes=int(size),
+            row_bytes=self._row_bytes(),
+            tokens_per_iteration=args.global_batch_size * args.seq_length,
+            expert_parallel_size=self._ep_size,
+            ranks_per_node=self._ranks_per_node,
         )
 
     def _save_optimizer_by_expert(self) -> None:
@@ -123,14 +214,18 @@ class MoEFeature(Feature):
             per_node = self.config.cluster.gpus_per_node
         ranks = torch.tensor(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         self._ranks_per_node = int((ranks // per_node == ranks[0] // per_node).sum())
+        if self._ep_size % self._ranks_per_node:
+            self.run.log(
+                f"MoE: {self._ep_size} expert-parallel ranks do not divide over nodes of {self._ranks_per_node}: "
+                "placement takes all ranks as one node"
+            )
+            self._ranks_per_node = self._ep_size
         device = torch.cuda.current_device()
         return (ranks // per_node == dist.get_rank() // per_node).to(device)
 
     def _make_volume(self) -> Volume | None:
         if self._model.moe_token_dispatcher_type != "alltoall":
             return None
-        width = self._model.moe_latent_size or self._model.hidden_size
-        row_bytes = width * self._model.params_dtype.itemsize
         probability = torch.float32
         if self._model.moe_router_dtype == "fp64":
             probability = torch.float64
@@ -138,7 +233,11 @@ class MoEFeature(Feature):
             probability = self._model.params_dtype
         local = self._model.num_moe_experts // self._ep_size
         tag = tag_dtype(local).itemsize if self.config.dedup_dispatch else 0
-        return Volume(self.config.dedup_dispatch, row_bytes, probability.itemsize + tag)
+        return Volume(self.config.dedup_dispatch, self._row_bytes(), probability.itemsize + tag)
+
+    def _row_bytes(self) -> int:
+        width = self._model.moe_latent_size or self._model.hidden_size
+        return width * self._model.params_dtype.itemsize
 
     def _read_file(self, path: str) -> Maps:
         content, placement, failure = None, None, None
@@ -175,6 +274,8 @@ class MoEFeature(Feature):
 
     def _move(self, maps: Maps, reason: str) -> None:
         changed = self.placement.changed_layers(maps)
+        if changed:
+            _gather_parameters(self._chunks)
         received = self.placement.move_to(maps, OptimizerState(self._optimizer))
         total = torch.tensor([received], dtype=torch.int64, device=torch.cuda.current_device())
         dist.all_reduce(total)
@@ -197,3 +298,10 @@ class MoEFeature(Feature):
         if counter is not None:
             return counter.summary(self._ep_rank, self._same_node)
         return torch.zeros_like(self._same_node, dtype=torch.int64).new_zeros(NUM_COLUMNS + self._ep_size)
+
+
+def _gather_parameters(model_chunks: list) -> None:
+    """With overlapped gathers the last step's parameters are still shards: completes them, on every rank."""
+    for chunk in model_chunks:
+        if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)

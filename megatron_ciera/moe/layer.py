@@ -8,11 +8,12 @@ from megatron_ciera.moe import plan
 from megatron_ciera.moe.counters import LayerCounter
 from megatron_ciera.moe.dispatcher import DedupTokenDispatcher
 from megatron_ciera.moe.logical_checkpoint import save_logically
+from megatron_ciera.moe.recorder import RouteRecorder
 
 BUFFER = "physical_to_logical_map"
 
 
-def attach_placement(layer: MoELayer) -> torch.Tensor:
+def attach_placement(layer: MoELayer, recorder: RouteRecorder | None = None) -> torch.Tensor:
     """Gives the layer a placement, contiguous at first, and returns its map: [E] int64, changed in place.
 
     The router keeps logical numbers. Between it and the dispatcher, columns are put in slot order, which
@@ -26,6 +27,8 @@ def attach_placement(layer: MoELayer) -> torch.Tensor:
     by_slot = layer.token_dispatcher.dispatch_preprocess
 
     def dispatch_preprocess(hidden_states, routing_map, probs):
+        if recorder is not None and layer.training and torch.is_grad_enabled():
+            recorder.add(routing_map)
         routing_map = routing_map.index_select(1, mapping)
         return by_slot(hidden_states, routing_map, _Columns.apply(probs, mapping))
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 Range = tuple[int, int]
 
@@ -34,6 +35,33 @@ def moves(old: np.ndarray, new: np.ndarray) -> list[Move]:
     return [
         Move(int(slot_of[expert]), slot) for slot, expert in enumerate(new) if int(slot_of[expert]) != slot
     ]
+
+
+def fewest_moves(old: np.ndarray, new: np.ndarray, num_ranks: int, ranks_per_node: int) -> np.ndarray:
+    """The placement `new` with nodes, ranks and slots renamed so that few experts of `old` move; [E] int64.
+
+    Which experts share a rank, and which ranks share a node, stays as in `new`: rows sent do not change.
+    Names are chosen by the largest overlap, nodes first (Hungarian method, scipy).
+    """
+    local = len(old) // num_ranks
+    old_ranks, new_ranks = old.reshape(num_ranks, local), new.reshape(num_ranks, local)
+    nodes = num_ranks // ranks_per_node
+    renamed = _match(old_ranks.reshape(nodes, -1), new_ranks.reshape(nodes, -1))
+    new_ranks = new_ranks.reshape(nodes, ranks_per_node, local)[renamed]
+    placed = np.empty_like(old_ranks)
+    for node, before in enumerate(old_ranks.reshape(nodes, ranks_per_node, local)):
+        after = new_ranks[node][_match(before, new_ranks[node])]
+        for rank, (was, wanted) in enumerate(zip(before, after, strict=True)):
+            slots = np.where(np.isin(was, wanted), was, -1)
+            slots[slots < 0] = np.sort(wanted[~np.isin(wanted, was)])
+            placed[node * ranks_per_node + rank] = slots
+    return placed.reshape(-1).astype(np.int64)
+
+
+def _match(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """[G] which group of `new` takes the place of each group of `old`, for the largest overlap."""
+    overlap = [[np.isin(after, before).sum() for after in new] for before in old]
+    return linear_sum_assignment(np.asarray(overlap), maximize=True)[1]
 
 
 def transfers(move: Move, held: Mapping[tuple[int, int], Range | None], data_size: int) -> Iterator[Transfer]:

@@ -8,6 +8,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
+from megatron_ciera.moe.optimizer_state import OptimizerState
 from placement.file import DECODER, MTP, LayerId
 
 
@@ -75,6 +76,21 @@ def families(site: Site) -> list[Family]:
             for name in named[0]
         ]
     return list(_grouped_families(site, dict(experts.named_parameters()), count))
+
+
+def expert_bytes(site: Site, optimizer: OptimizerState, replicas: int) -> int:
+    """Bytes that moving one expert sends: weights of every replica, sharded masters and moments."""
+    total = 0
+    for family in families(site):
+        parameter = family.owners[0][0]
+        per_value = parameter.element_size() * replicas
+        for owner, _ in family.owners:
+            piece = optimizer.piece(owner)
+            if piece is not None:
+                per_value += sum(state.element_size() for state in piece.states.values())
+                break
+        total += family.numel * per_value
+    return total
 
 
 def _grouped_families(site: Site, parameters: dict, count: int) -> Iterator[Family]:

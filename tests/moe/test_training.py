@@ -162,3 +162,18 @@ def test_other_layouts_read_every_value(folder, train, run_a, layout):
     if "expert-model" in layout:
         assert "expert-parallel size 2, this run has 4: experts start contiguous" in run.output
     same_checkpoint(checkpoint(folder / "under_a", 3), checkpoint(saved, 3))
+
+
+def test_a_fit_in_the_run_removes_rows_and_no_bit_changes(train):
+    """Recorded in iteration 1, applied after iteration 2; parameters are gathered with overlap."""
+    words = (
+        "--seq-length 512 --max-position-embeddings 512 --train-iters 2000 --exit-interval 4 --vocab-size 127"
+    )
+    words = [*words.split(), "--overlap-grad-reduce", "--overlap-param-gather"]
+    fit = "--placement-fit-iteration 1 --placement-refit-interval 2 --placement-fit-tokens 1024"
+    stock = train("contiguous", *words, expert_parallel=4)
+    fitted = train("fitted", *words, "--correlated-placement", *fit.split(), expert_parallel=4)
+    before, after = (fitted.iterations[i]["metrics"]["moe/rows_removed"] for i in (1, 2))
+    assert after > before + 0.01
+    assert "applied after iteration 2: experts moved in" in fitted.output
+    assert [run["losses"] for run in fitted.iterations] == [run["losses"] for run in stock.iterations]

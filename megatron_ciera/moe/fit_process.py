@@ -1,0 +1,112 @@
+"""Fits a placement in a process of its own: python -m megatron_ciera.moe.fit_process < tokens.npz > result.json
+
+A process and not a thread: the search holds Python's lock, and training must go on. Imports no Megatron.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from placement.file import LayerId
+from placement.fit import NoGainError, fit
+from placement.rows import contiguous_expert_to_rank, count_rows
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """What a fit needs besides tokens. `maps`: the placement in force, [layers][E]."""
+
+    layer_ids: list[list]
+    maps: list[list[int]]
+    num_experts: int
+    expert_parallel_size: int
+    ranks_per_node: int
+    load_tolerance: float
+
+
+@dataclass(frozen=True)
+class FitAnswer:
+    """maps: [layers][E], fitted. rows_before, rows_after: rows per token on held-out tokens, [layers].
+
+    failure: why there is nothing to apply, or None.
+    """
+
+    maps: list[list[int]]
+    rows_before: list[float]
+    rows_after: list[float]
+    failure: str | None = None
+
+
+def solve(tokens: np.ndarray, held_out: np.ndarray, request: FitRequest) -> FitAnswer:
+    """Fits on `tokens` and counts rows of old and new placement on `held_out`, [layers, tokens, topk] each."""
+    try:
+        placement = fit(
+            tokens,
+            request.expert_parallel_size,
+            request.ranks_per_node,
+            request.load_tolerance,
+            num_experts=request.num_experts,
+            layer_ids=[LayerId(*parts) for parts in request.layer_ids],
+        )
+    except NoGainError as error:
+        return FitAnswer([], [], [], str(error))
+    new = [layer.physical_to_logical_map for layer in placement.layers]
+    return FitAnswer(
+        maps=[map_.tolist() for map_ in new],
+        rows_before=_rows(held_out, request.maps, request),
+        rows_after=_rows(held_out, new, request),
+    )
+
+
+def start(tokens: np.ndarray, held_out: np.ndarray, request: FitRequest) -> subprocess.Popen:
+    """Starts the fit and returns at once; `answer_of` waits for it."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Through a file: a pipe would block training until the child has imported what reads it.
+    with tempfile.TemporaryFile() as packed:
+        np.savez(packed, tokens=tokens, held_out=held_out, request=json.dumps(asdict(request)))
+        packed.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_ciera.moe.fit_process"],
+            stdin=packed,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+
+def answer_of(process: subprocess.Popen) -> FitAnswer:
+    """Waits for a started fit. A fit that broke is an answer with `failure`."""
+    output, complaint = process.communicate()
+    if process.returncode != 0:
+        last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        return FitAnswer([], [], [], f"the fit ended with code {process.returncode}: {last[0]}")
+    return FitAnswer(**json.loads(output))
+
+
+def _rows(tokens, maps, request: FitRequest) -> list[float]:
+    ranks = contiguous_expert_to_rank(request.num_experts, request.expert_parallel_size)
+    counts = []
+    for experts, map_ in zip(tokens, maps, strict=True):
+        expert_to_rank = np.empty(request.num_experts, dtype=np.int64)
+        expert_to_rank[np.asarray(map_)] = ranks
+        counts.append(count_rows(experts, expert_to_rank) / max(1, len(experts)))
+    return counts
+
+
+def main() -> None:
+    with np.load(io.BytesIO(sys.stdin.buffer.read())) as given:
+        request = FitRequest(**json.loads(str(given["request"])))
+        answer = solve(given["tokens"], given["held_out"], request)
+    print(json.dumps(asdict(answer)))
+
+
+if __name__ == "__main__":
+    main()
