@@ -83,10 +83,9 @@ class GatherBucket:
         self._of_piece = [
             [own for own in self.own if own.piece == index] for index in range(len(self.pieces))
         ]
-        self._rows = _first_rows([self._num_foreign(piece) for piece in self.pieces])
+        self._rows = _first_rows([len(self._foreign(piece, rank)) for piece in self.pieces])
         self._take_digest()
-        foreign = sum(len(piece.segments[r]) for piece in self.pieces for r in range(size) if r != rank)
-        self.flags = new_flags(foreign, values.device)
+        self.flags = new_flags(self.num_rows(rank), values.device)
         self.stepped = False  # an optimizer step since the last gather
         self.pending = True  # the next gather has something to do
         self.base_known = False  # receivers hold what `state` was made from
@@ -207,17 +206,21 @@ class GatherBucket:
             self.codecs[codec].decode_apply_many(payloads, targets, flags)
             row += len(targets)
 
-    def place(self, row: int) -> str:
-        """In words, what row `row` of `flags` counts."""
-        for index, piece in enumerate(self.pieces):
-            first = self._rows[index]
-            if row < first or row >= first + self._num_foreign(piece):
-                continue
-            coded: list[Segment] = []
-            for codec in sorted(self.codecs):
-                coded += [s for s in self._foreign(piece) if self._choices[s] == codec]
-            segment = coded[row - first]
-            return f"{self.name}, {segment.kind} values from {segment.start} of rank {segment.owner}'s shard"
+    def num_rows(self, reader: int) -> int:
+        """Rows of `flags` on rank `reader`: one for each segment of the others."""
+        return sum(len(self._foreign(piece, reader)) for piece in self.pieces)
+
+    def place(self, reader: int, row: int) -> str:
+        """In words, what row `row` of `flags` counts on rank `reader`."""
+        for piece in self.pieces:
+            foreign = self._foreign(piece, reader)
+            if row < len(foreign):
+                # In the order of `unpack`: codec by codec; rows of raw segments come last and stay empty.
+                segment = sorted(foreign, key=lambda s: (self._choices[s] == RAW, self._choices[s]))[row]
+                return (
+                    f"{self.name}, {segment.kind} values from {segment.start} of rank {segment.owner}'s shard"
+                )
+            row -= len(foreign)
         return self.name
 
     def _own_segments(self) -> Iterator[OwnSegment]:
@@ -227,11 +230,8 @@ class GatherBucket:
                 yield OwnSegment(slot, index, segment, self.segment_words(segment))
                 slot += 1
 
-    def _foreign(self, piece: Piece) -> list[Segment]:
-        return [s for owner, segments in enumerate(piece.segments) if owner != self.rank for s in segments]
-
-    def _num_foreign(self, piece: Piece) -> int:
-        return len(self._foreign(piece))
+    def _foreign(self, piece: Piece, reader: int) -> list[Segment]:
+        return [s for owner, segments in enumerate(piece.segments) if owner != reader for s in segments]
 
 
 def _first_rows(counts: list[int]) -> list[int]:

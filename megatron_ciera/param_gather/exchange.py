@@ -88,10 +88,10 @@ class Exchange:
             self._work.wait()
             self._copy.start(self._incoming)
 
-    def result(self, describe=str) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self, describe) -> tuple[torch.Tensor, torch.Tensor]:
         """Every rank's sizes and counts, int64 `[ranks, …]` on the host. NOTE: host synchronisation.
 
-        `describe` turns a row of the flags into words, for messages.
+        `describe(rank, row)` puts a row of a rank's flags into words, for messages.
 
         Raises:
             ParamGatherError: on every rank alike, if counters, decisions or versions differ or blocks are damaged.
@@ -106,7 +106,7 @@ class Exchange:
         start = len(HEADER)
         return table[:, start : start + self._num_slots], table[:, start + self._num_slots :]
 
-    def check_damage(self, flags: torch.Tensor, describe=str) -> None:
+    def check_damage(self, flags: torch.Tensor, describe) -> None:
         """Exchanges damage alone and raises on every rank if there is any. NOTE: host synchronisation."""
         mine = torch.empty(2, dtype=torch.int64, device=flags.device)
         everyone = torch.empty(2 * self._size, dtype=torch.int64, device=flags.device)
@@ -148,12 +148,12 @@ _NAMES = {
 }
 
 
-def check_damage(table: torch.Tensor, describe=str) -> None:
+def check_damage(table: torch.Tensor, describe) -> None:
     """Raises ParamGatherError if any rank counted damaged blocks.
 
     Args:
         table: int64 `[ranks, 2]` as `write_damage` made it.
-        describe: turns a row of the flags into words.
+        describe: puts a row of a rank's flags into words, from (rank, row).
     """
     damaged = [
         Damage(rank, blocks, place >> _PLACE_SHIFT, place & (2**_PLACE_SHIFT - 1))
@@ -165,7 +165,7 @@ def check_damage(table: torch.Tensor, describe=str) -> None:
             "--ciera: gathered parameters differ from what their owner sent: "
             + "; ".join(
                 f"rank {found.rank} of the group has {found.blocks} bad blocks, the first in "
-                f"{describe(found.row)}, block {found.block}"
+                f"{describe(found.rank, found.row)}, block {found.block}"
                 for found in damaged
             )
             + ". Either parameters were changed outside the optimizer on some ranks (then call "

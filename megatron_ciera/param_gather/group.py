@@ -232,13 +232,13 @@ class ShardGroup:
                 self._announced = True
                 self._decider.announce()
 
-    def place(self, row: int) -> str:
-        """In words, the bucket and segment of row `row` of this group's damage flags."""
+    def place(self, reader: int, row: int) -> str:
+        """In words, the bucket and segment of row `row` of the damage flags of rank `reader` of the group."""
         for bucket in self.buckets:
-            if row < bucket.flags.size(0):
-                return bucket.place(row)
-            row -= bucket.flags.size(0)
-        return "?"
+            if row < bucket.num_rows(reader):
+                return bucket.place(reader, row)
+            row -= bucket.num_rows(reader)
+        return self.name
 
     def check_damage(self) -> None:
         """Raises ParamGatherError on all ranks of the group if any decoded a damaged block. NOTE: synchronises."""
