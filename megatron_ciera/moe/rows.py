@@ -9,6 +9,10 @@ import torch
 
 def gather_rows(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """[rows, H], [places] int64 -> [places, H]: row `source[p]` at place p."""
+    if _has_kernels(x):
+        from megatron_ciera.moe import kernels
+
+        return kernels.gather_rows(x, source)
     return x.index_select(0, source)
 
 
@@ -17,6 +21,10 @@ def sum_rows(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
     Allocates one fp32 accumulator of the result's shape. fp64 stays fp64. No host synchronisation.
     """
+    if _has_kernels(x):
+        from megatron_ciera.moe import kernels
+
+        return kernels.sum_rows(x, table)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = x.new_zeros((len(table), *x.shape[1:]), dtype=wide)
     if len(x) == 0:
@@ -36,6 +44,10 @@ def sum_rows_reference(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
             if place >= 0:
                 total[row] += x[place].to(wide)
     return total.to(x.dtype)
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dim() == 2 and x.dtype != torch.float64
 
 
 class _Expand(torch.autograd.Function):
