@@ -6,8 +6,9 @@ PREFIX = "megatron-ciera/"
 
 
 def console_line(iteration: int, values: Mapping[str, float]) -> str:
-    """One line for Megatron's console log, in the order given."""
-    shown = " | ".join(f"{name}: {_format(value)}" for name, value in values.items())
+    """One line for Megatron's console log, in the order given; parts of a total (`a/b/c`) that are 0 are left out."""
+    named = ((name, value) for name, value in values.items() if value or name.count("/") < 2)
+    shown = " | ".join(f"{name}: {_format(value)}" for name, value in named)
     return f" [megatron-ciera] iteration {iteration:8d} | {shown}"
 
 
