@@ -51,12 +51,14 @@ def find_groups(model_chunks: list) -> list[FoundGroup]:
     With the gather overlapped, Megatron starts at the end of each list: buckets are filled from the model's end.
     """
     found = []
+    names = parameter_names(model_chunks)
     for chunk, ddp in enumerate(model_chunks):
         for expert, groups in ((False, ddp.bucket_groups), (True, ddp.expert_parallel_bucket_groups)):
             numbered = list(enumerate(groups))
             for index, group in reversed(numbered) if ddp.ddp_config.overlap_param_gather else numbered:
                 name = f"chunk {chunk}, {'expert' if expert else 'dense'} bucket {index}"
-                found.append(FoundGroup(name, chunk, expert, group, _raw_reason(group)))
+                reason = _raw_reason(group) or _model_reason(ddp, group, names)
+                found.append(FoundGroup(name, chunk, expert, group, reason))
     return found
 
 
@@ -73,6 +75,21 @@ def _raw_reason(group) -> str | None:
     if group.intra_distributed_optimizer_instance_size == 1:
         return "a group of one rank: there is nothing to gather"
     return None
+
+
+def _model_reason(ddp, group, names: dict) -> str | None:
+    if getattr(ddp.config, "cuda_graph_impl", None) == "full_iteration":
+        return "--cuda-graph-impl full_iteration: the gather is captured in the graph, which takes no host decisions"
+    if getattr(ddp.config, "qk_clip", False):
+        kinds = {parameter_class(names[param]) for bucket in group.buckets for param in bucket.params_list}
+        if "attention" in kinds:
+            return "--qk-clip rewrites attention weights on every rank after the step"
+    return None
+
+
+def uses_registered_buffers(model_chunks: list) -> bool:
+    """Whether Megatron registered its parameter buffers with NCCL (`--use-nccl-ub`)."""
+    return any(getattr(ddp.ddp_config, "nccl_ub", False) for ddp in model_chunks)
 
 
 def parameter_runs(bucket, names: dict) -> list[Run]:

@@ -51,6 +51,11 @@ class ParamGatherFeature(Feature):
     def model_built(self, model_chunks: list) -> None:
         self._found = adapter.find_groups(model_chunks)
         self._log_raw()
+        if adapter.uses_registered_buffers(model_chunks):
+            self.run.log(
+                "--ciera with --use-nccl-ub: raw gathers go through the registered buffers as before; compressed "
+                "payloads are staged in memory that is not registered, and selection measures them as such"
+            )
         for chunk in model_chunks:
             adapter.after_call(chunk, "broadcast_params", self.invalidate)
             chunk.module.register_load_state_dict_post_hook(lambda module, keys: self.invalidate())
