@@ -72,6 +72,7 @@ _GPU_ONLY = {
     "--use-megatron-fsdp": _FULLY_SHARDED,
     "--use-torch-fsdp2": _FULLY_SHARDED,
     "--use-nccl-ub": "NCCL is not used",
+    "--record-memory-history": "there is no CUDA memory",
 }
 
 _WAY_OUT = "Change or leave out the flag, or run where there is a GPU (megatron-ciera found none)."
@@ -120,6 +121,8 @@ def _refuse_impossible(given: dict[str, list[str]]) -> None:
         if flag in given:
             found = " ".join(given[flag]) or "it set"
             raise refuse(flag, found, f"a GPU: {reason}", _WAY_OUT)
+    if "--profile" in given and "--use-pytorch-profiler" not in given:
+        raise refuse("--profile", "no --use-pytorch-profiler", "it, as nsys needs a GPU", "Add it.")
 
 
 def _words_after_flags(argv: Sequence[str]) -> dict[str, list[str]]:

@@ -35,7 +35,7 @@ def on_cpu(device: Any) -> Any:
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
-        return CPU if device == "cuda" or device.startswith("cuda:") else device
+        return "cpu" if device == "cuda" or device.startswith("cuda:") else device
     return device
 
 
@@ -84,19 +84,17 @@ def _replace_queries() -> None:
     # tensor_parallel/random.py sets the generator's state through _lazy_call.
     replace(cuda, "_lazy_init", _no_op())
     replace(cuda, "_lazy_call", lambda callable, **kwargs: callable())
-    replace(cuda, "is_initialized", lambda: True)
     # timers.py, p2p_communication.py, filesystem_async.py; initialize.py, training.py, checkpointing.py.
     replace(cuda, "synchronize", _no_op())
     replace(cuda, "empty_cache", _no_op())
     # common_utils.py and training.py log them.
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         replace(cuda, name, lambda device=None: 0)
-    replace(cuda, "reset_peak_memory_stats", _no_op())
-    replace(cuda, "mem_get_info", lambda device=None: (0, 0))
-    replace(cuda, "device_memory_used", lambda device=None: 0)
+    if hasattr(cuda, "device_memory_used"):  # newer than torch 2.6
+        replace(cuda, "device_memory_used", lambda device=None: 0)
     replace(cuda, "memory_stats", _memory_stats)
-    replace(cuda, "memory_summary", lambda *args, **kwargs: "no CUDA memory: the run is on CPU")
-    for name in ("range_push", "range_pop", "mark"):
+    # core/utils.py marks ranges for the profiler.
+    for name in ("range_push", "range_pop"):
         replace(cuda.nvtx, name, _no_op())
 
 
