@@ -37,9 +37,28 @@ def make_codec(
         raise ValueError(f"coder {coder!r}: wanted one of {', '.join(CODERS)}")
     if block_size < 1:
         raise ValueError(f"--ciera-block-size {block_size}: wanted at least 1 value a block")
-    if device.type == "cpu" and coder in ("auto", "ans"):
-        from .delta_cpu import DeltaCpu
-        from .exponent_reuse_cpu import ExponentReuseCpu
+    if device.type == "cpu":
+        return _cpu_codec(name, coder)(dtype, block_size, device)
+    return _gpu_codec(name, coder)(dtype, block_size, device)
 
-        return {"delta": DeltaCpu, "exponent-reuse": ExponentReuseCpu}[name](dtype, block_size, device)
-    raise ValueError(f"coder {coder!r} on {device.type}: not available")
+
+def _cpu_codec(name: str, coder: str) -> type[Codec]:
+    if coder == "packed":
+        from .packed_exponents import PackedExponentReuse
+        from .packed_delta import PackedDelta
+
+        return {"delta": PackedDelta, "exponent-reuse": PackedExponentReuse}[name]
+    from .delta_cpu import DeltaCpu
+    from .exponent_reuse_cpu import ExponentReuseCpu
+
+    return {"delta": DeltaCpu, "exponent-reuse": ExponentReuseCpu}[name]
+
+
+def _gpu_codec(name: str, coder: str) -> type[Codec]:
+    if coder == "ans":
+        raise ValueError("coder 'ans' on cuda: not available; use packed")
+    from .packed_triton import PackedDeltaTriton
+
+    if name == "exponent-reuse":
+        raise ValueError("codec 'exponent-reuse' on cuda: not available; use delta")
+    return PackedDeltaTriton

@@ -12,7 +12,11 @@ import zstandard
 ESCAPE = -128  # int8 symbol: the value is elsewhere
 _NIBBLE_ESCAPE = 8  # nibble: the symbol is in the stream of wide symbols
 _PAIR_SHARE = 0.01  # nibble pairs pay as long as no more than this share of symbols is wide
-_LEVEL = 1
+
+# A tiny match finder: the input is close to independent symbols, where matches cost more bits than literals.
+_PARAMETERS = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, min_match=7, window_log=17, hash_log=6, write_content_size=1
+)
 
 
 class BodyReader:
@@ -42,7 +46,7 @@ class StreamError(ValueError):
 
 def write_bytes(values: np.ndarray) -> bytes:
     """A length-prefixed coded stream of bytes (uint8 or int8): u32 coded bytes, then a Zstandard frame."""
-    frame = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(values.tobytes())
+    frame = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(values.tobytes())
     return struct.pack("<I", len(frame)) + frame
 
 
@@ -60,16 +64,16 @@ def read_bytes(reader: BodyReader, count: int) -> np.ndarray:
 
 def write_symbols(symbols: np.ndarray) -> bytes:
     """A stream of int8 symbols: u8 kind (0 bytes, 1 nibble pairs), then its byte streams."""
-    wide = (symbols > 7) | (symbols < -7)
-    if np.count_nonzero(wide) > _PAIR_SHARE * symbols.size:
+    wide = (symbols.view(np.uint8) + np.uint8(7)) > 14
+    num_wide = np.count_nonzero(wide)
+    if num_wide > _PAIR_SHARE * symbols.size:
         return b"\0" + write_bytes(symbols)
-    extra = symbols[wide]
-    nibbles = symbols.view(np.uint8) & 15
-    nibbles[wide] = _NIBBLE_ESCAPE
-    if nibbles.size % 2:
-        nibbles = np.append(nibbles, np.uint8(0))
-    pairs = nibbles[0::2] | (nibbles[1::2] << 4)
-    return b"\1" + struct.pack("<I", extra.size) + write_bytes(pairs) + write_bytes(extra)
+    nibbles = np.zeros(symbols.size + symbols.size % 2, np.uint8)
+    np.bitwise_and(symbols.view(np.uint8), np.uint8(15), out=nibbles[: symbols.size])
+    nibbles[: symbols.size][wide] = _NIBBLE_ESCAPE
+    two = nibbles.view("<u2")
+    pairs = (two | (two >> np.uint16(4))).astype(np.uint8)
+    return b"\1" + struct.pack("<I", num_wide) + write_bytes(pairs) + write_bytes(symbols[wide])
 
 
 def read_symbols(reader: BodyReader, count: int) -> np.ndarray:
@@ -78,12 +82,10 @@ def read_symbols(reader: BodyReader, count: int) -> np.ndarray:
     if kind == 0:
         return read_bytes(reader, count).view(np.int8)
     (num_wide,) = reader.unpack("<I")
-    pairs = read_bytes(reader, -(-count // 2))
+    pairs = read_bytes(reader, -(-count // 2)).astype("<u2")
     extra = read_bytes(reader, num_wide).view(np.int8)
-    nibbles = np.empty(2 * pairs.size, np.uint8)
-    nibbles[0::2], nibbles[1::2] = pairs & 15, pairs >> 4
-    nibbles = nibbles[:count]
-    symbols = (nibbles << 4).view(np.int8) >> 4
+    nibbles = ((pairs & np.uint16(15)) | ((pairs << np.uint16(4)) & np.uint16(0x0F00))).view(np.uint8)[:count]
+    symbols = (nibbles.view(np.int8) ^ np.int8(8)) - np.int8(8)
     where = np.flatnonzero(nibbles == _NIBBLE_ESCAPE)
     if where.size != num_wide:
         raise StreamError("wide symbols and their places disagree")

@@ -1,0 +1,99 @@
+"""`delta` with the `packed` coder as Triton kernels, for NVIDIA and AMD. Twin: packed_reference.py."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..kernels.delta_packed_decode import decode_blocks
+from ..kernels.delta_packed_encode import choose_centres, encode_blocks, write_totals
+from .container import CODEC_IDS, CODER_IDS, VERSION
+from .packed_format import NUM_GAPS, NUM_SCALES, REGION_BLOCKS, SAMPLE_LANES, SAMPLE_RUNS
+from .packed_delta import PackedDelta
+from .plans import Blocks, Kept, is_aligned, list_blocks, to_device
+from .words import HASH_BLOCK, HASH_MULTIPLIERS
+
+
+def check_outs(codec, words: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    for new, out in zip(words, outs, strict=True):
+        if out.numel() < codec.bound(new.numel()):
+            raise ValueError(
+                f"encode: out has {out.numel()} bytes, wanted bound() = {codec.bound(new.numel())}"
+            )
+
+
+class PackedDeltaTriton(PackedDelta):
+    """Three to four launches an encode, one or two a decode, whatever the number of segments.
+
+    Every call uploads a small table of addresses, asynchronously from pinned memory; lists of blocks are kept for the
+    lengths seen. Blocks lie in a payload in the order in which they were finished, so payload bytes may differ from
+    run to run; what they decode to does not.
+    """
+
+    encode_warps, decode_warps = 8, 8
+
+    def __init__(self, dtype, block_size, device):
+        super().__init__(dtype, block_size, device)
+        self.kept_blocks = Kept()
+        self.multipliers = torch.from_numpy(HASH_MULTIPLIERS.view(np.int32)).to(device)
+        self.identity = (
+            VERSION | CODEC_IDS[self.name] << 8 | CODER_IDS[self.coder_name] << 16 | self.fmt.dtype_id << 24
+        )
+        self.widths_of_format = dict(
+            WORD32=self.shape.halves,
+            MAX_A=self.shape.max_a,
+            MAX_B=self.shape.max_b,
+            EXPONENT_SHIFT=self.shape.exponent_shift,
+            EXPONENT_MASK=self.shape.exponent_mask,
+        )
+
+    def _blocks(self, words: Sequence[torch.Tensor]) -> Blocks:
+        counts = tuple(segment.numel() for segment in words)
+        return self.kept_blocks.get(
+            counts, lambda: list_blocks(counts, REGION_BLOCKS * HASH_BLOCK, self.device)
+        )
+
+    def encode_many(self, words, states, outs, sizes):
+        if not words:
+            return
+        check_outs(self, words, outs)
+        blocks = self._blocks(words)
+        rows = [
+            (new.data_ptr(), old.data_ptr(), out.data_ptr(), new.numel(), first)
+            for new, old, out, first in zip(words, states, outs, blocks.first_region.tolist(), strict=True)
+        ]
+        table = to_device(np.array(rows, np.int64), self.device)
+        num_regions = blocks.region_segment.numel()
+        centres = torch.empty(num_regions, dtype=torch.int32, device=self.device)
+        choose_centres[(num_regions,)](
+            table, blocks.region_segment, centres, sizes, self.identity, self.block_size,
+            **self.widths_of_format, REGION=REGION_BLOCKS * HASH_BLOCK, RUNS=SAMPLE_RUNS, LANES=SAMPLE_LANES,
+            SCALES=NUM_SCALES, GAPS=NUM_GAPS,
+        )  # fmt: skip
+        aligned = is_aligned(words) and is_aligned(states)
+        for part, full in ((blocks.whole, True), (blocks.tails, False)):
+            if len(part):
+                encode_blocks[(len(part),)](
+                    table, part.segment, part.index, centres, sizes, self.multipliers, **self.widths_of_format,
+                    CHUNK=self.shape.chunk, REGION_BLOCKS=REGION_BLOCKS, FULL=full, ALIGNED=aligned,
+                    num_warps=self.encode_warps,
+                )  # fmt: skip
+        write_totals[(len(words),)](table, sizes, num_warps=1)
+
+    def decode_apply_many(self, payloads, words, flags):
+        if not words:
+            return
+        blocks = self._blocks(words)
+        rows = [
+            (payload.data_ptr(), payload.numel(), target.data_ptr(), target.numel())
+            for payload, target in zip(payloads, words, strict=True)
+        ]
+        table = to_device(np.array(rows, np.int64), self.device)
+        aligned = is_aligned(words)
+        for part, full in ((blocks.whole, True), (blocks.tails, False)):
+            if len(part):
+                decode_blocks[(len(part),)](
+                    table, part.segment, part.index, flags, self.multipliers, self.identity, self.block_size,
+                    **self.widths_of_format, CHUNK=self.shape.chunk, FULL=full, ALIGNED=aligned,
+                    num_warps=self.decode_warps,
+                )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Triton kernels of the codecs. Import needs `triton`, which comes with torch on Linux."""
