@@ -8,6 +8,7 @@ from placement import cli_common
 from placement.cli_common import percent, positive_int, say
 from placement.evaluate import evaluate, layers_in_trace
 from placement.file import Placement
+from placement.table_file import load_tables
 from placement.trace import iterate_tokens
 
 NAME = "evaluate_placement.py"
@@ -34,12 +35,13 @@ def main(argv=None) -> int:
 def _main(argv) -> int:
     args = build_parser().parse_args(argv)
     placement = Placement.load(args.placement)
+    tables = load_tables(placement.tables_path, placement)
     reader = cli_common.open_trace_arguments(args)
     rows = layers_in_trace(placement, reader.layer_ids, reader.source_layers)
     _warn_seen(placement, reader, args)
     with cli_common.Progress("evaluating", "token", args.num_tokens) as progress:
         blocks = iterate_tokens(reader, args.skip_tokens, args.num_tokens)
-        report = evaluate(placement, _counted(blocks, progress), rows)
+        report = evaluate(placement, _counted(blocks, progress), rows, tables)
     for note in reader.notes:
         say(note)
     if args.json:

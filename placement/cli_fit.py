@@ -6,10 +6,13 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 
 from placement import cli_common
 from placement.cli_common import percent, positive_int, say
 from placement.fit import check_shape, fit_layers, infer_num_experts
+from placement.prediction import fit_tables
+from placement.table_file import save_tables
 from placement.trace import read_tokens
 
 NAME = "fit_placement.py"
@@ -73,6 +76,7 @@ def _main(argv) -> int:
     ranks_per_node = args.ranks_per_node or args.expert_parallel_size
     num_experts = args.num_experts or infer_num_experts(tokens.top_indices)
     check_shape(num_experts, tokens.top_indices.shape[2], args.expert_parallel_size, ranks_per_node)
+    num_workers = len(os.sched_getaffinity(0))
     with cli_common.Progress("fitting", "layer", len(tokens.layer_ids)) as progress:
         result = fit_layers(
             tokens.top_indices,
@@ -82,7 +86,7 @@ def _main(argv) -> int:
             args.seed,
             num_experts=num_experts,
             layer_ids=tokens.layer_ids,
-            num_workers=len(os.sched_getaffinity(0)),
+            num_workers=num_workers,
             fit_info={
                 "source": tokens.source,
                 "iteration": tokens.iteration,
@@ -91,7 +95,9 @@ def _main(argv) -> int:
             source_layers=tokens.source_layers,
             progress=progress,
         )
+        tables = fit_tables(tokens.top_indices, result.placement, num_workers)
     result.placement.save(args.output)
+    save_tables(Path(args.output).with_suffix(".npz"), tables)
     seconds = time.perf_counter() - start
     if args.json:
         print(json.dumps(_summary(args, result, seconds)))

@@ -1,9 +1,10 @@
-"""Evaluates a placement on a stream of tokens: rows removed, rank load, against contiguous."""
+"""Evaluates a placement on a stream of tokens: rows removed, rank load, locality, against contiguous."""
 
 import numpy as np
 
 from placement.file import LayerId, Placement
 from placement.fit import check_experts
+from placement.prediction import LocalityCounter
 from placement.rows import RowCounter, contiguous_expert_to_rank
 
 KEYS = (
@@ -41,11 +42,11 @@ def layers_in_trace(placement: Placement, layer_ids, source_layers: str | None) 
     return [rows[layer_id] for layer_id in stored]
 
 
-def evaluate(placement: Placement, blocks, rows: list[int]) -> dict:
+def evaluate(placement: Placement, blocks, rows: list[int], tables=None) -> dict:
     """Counts a placement over [layers, tokens, topk] blocks. Returns the object of `--json`.
 
-    `rows`: from `layers_in_trace`. Shares are fractions; top-level values are means over layers. Locality is
-    null without prediction tables.
+    `rows`: from `layers_in_trace`; `tables`: from `load_tables`. Shares are fractions; top-level values are
+    means over the layers that have them. Locality is null without prediction tables, and for the first layer.
     """
     contiguous = contiguous_expert_to_rank(placement.num_experts, placement.expert_parallel_size)
     ranks = [placement.expert_to_rank(index) for index in range(len(placement.layers))]
@@ -53,20 +54,21 @@ def evaluate(placement: Placement, blocks, rows: list[int]) -> dict:
     before = [RowCounter(contiguous, size) for _ in ranks]
     after = [RowCounter(rank, size) for rank in ranks]
     layer_ids = [layer.layer_id for layer in placement.layers]
+    counter = LocalityCounter(placement, tables) if tables else None
     for block in blocks:
         block = block[rows]
         _check_block(placement, block, layer_ids)
         for index, experts in enumerate(block):
             before[index].add(experts)
             after[index].add(experts)
-    layers = [
-        _layer_entry(layer_id, first, second)
-        for layer_id, first, second in zip(layer_ids, before, after, strict=True)
-    ]
+        if counter:
+            counter.add(block)
+    localities = counter.results() if counter else [None] * len(ranks)
+    layers = [_layer_entry(*values) for values in zip(layer_ids, before, after, localities, strict=True)]
     return {**{key: _mean(layers, key) for key in KEYS}, "layers": layers}
 
 
-def _layer_entry(layer_id: LayerId, before: RowCounter, after: RowCounter) -> dict:
+def _layer_entry(layer_id: LayerId, before: RowCounter, after: RowCounter, locality) -> dict:
     entry = {"layer": layer_id.layer}
     if layer_id.block != "decoder":
         entry["block"] = layer_id.block
@@ -76,8 +78,8 @@ def _layer_entry(layer_id: LayerId, before: RowCounter, after: RowCounter) -> di
         "rows_removed": after.rows_removed,
         "rank_load_contiguous": before.rank_load,
         "rank_load": after.rank_load,
-        "locality_contiguous": None,
-        "locality": None,
+        "locality_contiguous": None if locality is None else float(locality[0]),
+        "locality": None if locality is None else float(locality[1]),
     }
 
 

@@ -1,4 +1,4 @@
-"""The two scripts as people call them: only JSON on standard output, one-line errors, files whole or absent."""
+"""The two scripts as people call them: only JSON on stdout, one-line errors, files whole or absent."""
 
 import json
 import re
