@@ -122,18 +122,16 @@ class DedupTokenDispatcher(MoEAlltoAllTokenDispatcher):
         everyone = mine.new_empty((self.ep_size * self.ep_size, mine.shape[1]))
         dist.all_gather_into_tensor(everyone, mine, group=self.ep_group)
         for_me = everyone.view(self.ep_size, self.ep_size, -1)[:, self.ep_rank]
-        # NOTE: device-to-host sync, the only one: all splits in one copy.
-        sent, received = torch.stack([mine, for_me]).cpu()
+        # NOTE: device-to-host sync, the only one: all splits in one copy, awaited behind the plan's launches.
+        sizes = torch.stack([mine, for_me]).to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event()
+        send = planning.plan_send(routing_map, self.ep_size, self.config.moe_router_topk)
+        copied.synchronize()
+        sent, received = sizes
         rows_sent, assignments_sent = sent[:, 0].tolist(), sent[:, 1:].sum(1).tolist()
         return DispatchState(
             hidden_shape=hidden_shape,
-            send=planning.plan_send(
-                routing_map,
-                self.ep_size,
-                self.config.moe_router_topk,
-                sum(rows_sent),
-                sum(assignments_sent),
-            ),
+            send=send.cut_to(sum(rows_sent), sum(assignments_sent)),
             rows_sent=rows_sent,
             rows_received=received[:, 0].tolist(),
             assignments_sent=assignments_sent,

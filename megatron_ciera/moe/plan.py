@@ -27,6 +27,15 @@ class SendPlan:
     entry_of_assignment: torch.Tensor
     tags: torch.Tensor
 
+    def cut_to(self, rows: int, assignments: int) -> "SendPlan":
+        """The plan with only as many entries as there are: `plan_send` makes room for the most there can be."""
+        return SendPlan(
+            self.token_of_row[:rows],
+            self.rows_of_token,
+            self.entry_of_assignment[:assignments],
+            self.tags[:assignments],
+        )
+
 
 @dataclass(frozen=True)
 class ReceivePlan:
@@ -48,17 +57,18 @@ def count(routing_map: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torc
     return hits.sum(0), routing_map.sum(0)
 
 
-def plan_send(routing_map: torch.Tensor, num_ranks: int, topk: int, rows: int, assignments: int) -> SendPlan:
-    """Plans what this rank sends.
+def plan_send(routing_map: torch.Tensor, num_ranks: int, topk: int) -> SendPlan:
+    """Plans what this rank sends. Cut the result to the totals of `count` once the host knows them.
 
     Args:
         routing_map: [T, E] bool by slot, at most `topk` set in a row of it.
-        rows, assignments: the totals of `count`, known to the host by now.
 
-    No host synchronisation: sizes are arguments, positions come from running sums.
+    No host synchronisation: positions come from running sums, room is made for topk experts a token. Values
+    behind the totals are arbitrary.
     """
     tokens, experts = routing_map.shape
     local = experts // num_ranks
+    rows, assignments = tokens * min(topk, num_ranks), tokens * topk
     grouped = routing_map.view(tokens, num_ranks, local)
     hits = grouped.any(2)
     row_of_hit = running_position(hits.T).T

@@ -46,7 +46,7 @@ def main():
     torch.manual_seed(0)
     for name, (routing_map, ranks, topk) in routing_cases().items():
         counted = [int(total.sum()) for total in plan.count(routing_map, ranks)]
-        send = plan.plan_send(routing_map, ranks, topk, *counted)
+        send = plan.plan_send(routing_map, ranks, topk).cut_to(*counted)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for width in WIDTHS if name == "dropped tokens and an empty expert" else (24,):
                 places = len(send.token_of_row)

@@ -26,7 +26,7 @@ def totals(routing_map, ranks):
 @pytest.mark.parametrize("name", CASES)
 def test_send_plan_equals_its_twin(name):
     routing_map, ranks, topk = CASES[name]
-    made = plan.plan_send(routing_map, ranks, topk, *totals(routing_map, ranks))
+    made = plan.plan_send(routing_map, ranks, topk).cut_to(*totals(routing_map, ranks))
     same(made, reference.plan_send_reference(routing_map, ranks, topk))
 
 
@@ -34,7 +34,7 @@ def test_send_plan_equals_its_twin(name):
 def test_receive_plan_equals_its_twin(name):
     routing_map, ranks, topk = CASES[name]
     local = routing_map.shape[1] // ranks
-    made = plan.plan_send(routing_map, ranks, topk, *totals(routing_map, ranks))
+    made = plan.plan_send(routing_map, ranks, topk).cut_to(*totals(routing_map, ranks))
     rows, assignments = plan.count(routing_map, ranks)
     for rank, tags in enumerate(made.tags.split(assignments.view(ranks, local).sum(1).tolist())):
         received = plan.plan_receive(tags, topk, local, int(rows[rank]))
@@ -49,7 +49,7 @@ def test_rows_are_the_distinct_pairs(name):
     rows, assignments = totals(routing_map, ranks)
     assert rows == len(pairs)
     assert assignments == int(routing_map.sum())
-    sent = plan.plan_send(routing_map, ranks, topk, rows, assignments)
+    sent = plan.plan_send(routing_map, ranks, topk).cut_to(rows, assignments)
     assert len(sent.token_of_row) == len(pairs)
     assert int((sent.rows_of_token >= 0).sum()) == len(pairs)
 
@@ -69,7 +69,7 @@ def test_uniform_routing_sends_the_expected_rows():
 def test_rows_received_in_arrival_order_keep_their_experts():
     routing_map, ranks, topk = CASES["top6"]
     local = routing_map.shape[1] // ranks
-    made = plan.plan_send(routing_map, ranks, topk, *totals(routing_map, ranks))
+    made = plan.plan_send(routing_map, ranks, topk).cut_to(*totals(routing_map, ranks))
     rows, assignments = plan.count(routing_map, ranks)
     tags = made.tags.split(assignments.view(ranks, local).sum(1).tolist())[3]
     received = plan.plan_receive(tags, topk, local, int(rows[3]))

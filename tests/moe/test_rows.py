@@ -13,7 +13,7 @@ CASES = routing_cases()
 def tables(name):
     routing_map, ranks, topk = CASES[name]
     rows, assignments = plan.count(routing_map, ranks)
-    send = plan.plan_send(routing_map, ranks, topk, int(rows.sum()), int(assignments.sum()))
+    send = plan.plan_send(routing_map, ranks, topk).cut_to(int(rows.sum()), int(assignments.sum()))
     return send.token_of_row, send.rows_of_token
 
 
