@@ -57,8 +57,7 @@ def _cpu_codec(name: str, coder: str) -> type[Codec]:
 def _gpu_codec(name: str, coder: str) -> type[Codec]:
     if coder == "ans":
         raise ValueError("coder 'ans' on cuda: not available; use packed")
+    from .packed_exponents_triton import PackedExponentReuseTriton
     from .packed_triton import PackedDeltaTriton
 
-    if name == "exponent-reuse":
-        raise ValueError("codec 'exponent-reuse' on cuda: not available; use delta")
-    return PackedDeltaTriton
+    return {"delta": PackedDeltaTriton, "exponent-reuse": PackedExponentReuseTriton}[name]

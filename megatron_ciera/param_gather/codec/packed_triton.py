@@ -22,7 +22,43 @@ def check_outs(codec, words: Sequence[torch.Tensor], outs: Sequence[torch.Tensor
             )
 
 
-class PackedDeltaTriton(PackedDelta):
+class TritonPlans:
+    """What a codec of kernels keeps: block lists for the lengths seen, and constants in device memory."""
+
+    encode_warps, decode_warps = 8, 8
+
+    def prepare(self) -> None:
+        self.kept_blocks = Kept()
+        self.multipliers = torch.from_numpy(HASH_MULTIPLIERS.view(np.int32)).to(self.device)
+        self.identity = (
+            VERSION | CODEC_IDS[self.name] << 8 | CODER_IDS[self.coder_name] << 16 | self.fmt.dtype_id << 24
+        )
+
+    def blocks(self, words: Sequence[torch.Tensor]) -> Blocks:
+        counts = tuple(segment.numel() for segment in words)
+        return self.kept_blocks.get(
+            counts, lambda: list_blocks(counts, REGION_BLOCKS * HASH_BLOCK, self.device)
+        )
+
+    def encode_table(self, words, states, outs) -> tuple[Blocks, torch.Tensor]:
+        """Blocks, and int64 [segments, 5] = (new words, state, out, values, first region)."""
+        blocks = self.blocks(words)
+        rows = [
+            (new.data_ptr(), state.data_ptr(), out.data_ptr(), new.numel(), first)
+            for new, state, out, first in zip(words, states, outs, blocks.first_region.tolist(), strict=True)
+        ]
+        return blocks, to_device(np.array(rows, np.int64), self.device)
+
+    def decode_table(self, payloads, words) -> tuple[Blocks, torch.Tensor]:
+        """Blocks, and int64 [payloads, 4] = (payload, its bytes, words, values)."""
+        rows = [
+            (payload.data_ptr(), payload.numel(), target.data_ptr(), target.numel())
+            for payload, target in zip(payloads, words, strict=True)
+        ]
+        return self.blocks(words), to_device(np.array(rows, np.int64), self.device)
+
+
+class PackedDeltaTriton(TritonPlans, PackedDelta):
     """Three to four launches an encode, one or two a decode, whatever the number of segments.
 
     Every call uploads a small table of addresses, asynchronously from pinned memory; lists of blocks are kept for the
@@ -30,15 +66,9 @@ class PackedDeltaTriton(PackedDelta):
     run to run; what they decode to does not.
     """
 
-    encode_warps, decode_warps = 8, 8
-
     def __init__(self, dtype, block_size, device):
         super().__init__(dtype, block_size, device)
-        self.kept_blocks = Kept()
-        self.multipliers = torch.from_numpy(HASH_MULTIPLIERS.view(np.int32)).to(device)
-        self.identity = (
-            VERSION | CODEC_IDS[self.name] << 8 | CODER_IDS[self.coder_name] << 16 | self.fmt.dtype_id << 24
-        )
+        self.prepare()
         self.widths_of_format = dict(
             WORD32=self.shape.halves,
             MAX_A=self.shape.max_a,
@@ -47,28 +77,17 @@ class PackedDeltaTriton(PackedDelta):
             EXPONENT_MASK=self.shape.exponent_mask,
         )
 
-    def _blocks(self, words: Sequence[torch.Tensor]) -> Blocks:
-        counts = tuple(segment.numel() for segment in words)
-        return self.kept_blocks.get(
-            counts, lambda: list_blocks(counts, REGION_BLOCKS * HASH_BLOCK, self.device)
-        )
-
     def encode_many(self, words, states, outs, sizes):
         if not words:
             return
         check_outs(self, words, outs)
-        blocks = self._blocks(words)
-        rows = [
-            (new.data_ptr(), old.data_ptr(), out.data_ptr(), new.numel(), first)
-            for new, old, out, first in zip(words, states, outs, blocks.first_region.tolist(), strict=True)
-        ]
-        table = to_device(np.array(rows, np.int64), self.device)
+        blocks, table = self.encode_table(words, states, outs)
         num_regions = blocks.region_segment.numel()
         centres = torch.empty(num_regions, dtype=torch.int32, device=self.device)
         choose_centres[(num_regions,)](
             table, blocks.region_segment, centres, sizes, self.identity, self.block_size,
             **self.widths_of_format, REGION=REGION_BLOCKS * HASH_BLOCK, RUNS=SAMPLE_RUNS, LANES=SAMPLE_LANES,
-            SCALES=NUM_SCALES, GAPS=NUM_GAPS,
+            SCALES=NUM_SCALES, GAPS=NUM_GAPS, num_warps=8,
         )  # fmt: skip
         aligned = is_aligned(words) and is_aligned(states)
         for part, full in ((blocks.whole, True), (blocks.tails, False)):
@@ -83,17 +102,11 @@ class PackedDeltaTriton(PackedDelta):
     def decode_apply_many(self, payloads, words, flags):
         if not words:
             return
-        blocks = self._blocks(words)
-        rows = [
-            (payload.data_ptr(), payload.numel(), target.data_ptr(), target.numel())
-            for payload, target in zip(payloads, words, strict=True)
-        ]
-        table = to_device(np.array(rows, np.int64), self.device)
-        aligned = is_aligned(words)
+        blocks, table = self.decode_table(payloads, words)
         for part, full in ((blocks.whole, True), (blocks.tails, False)):
             if len(part):
                 decode_blocks[(len(part),)](
                     table, part.segment, part.index, flags, self.multipliers, self.identity, self.block_size,
-                    **self.widths_of_format, CHUNK=self.shape.chunk, FULL=full, ALIGNED=aligned,
+                    **self.widths_of_format, CHUNK=self.shape.chunk, FULL=full, ALIGNED=is_aligned(words),
                     num_warps=self.decode_warps,
                 )  # fmt: skip
