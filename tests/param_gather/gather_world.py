@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 
 from megatron_ciera.param_gather.bucket import GatherBucket
 from megatron_ciera.param_gather.codec import make_codec
+from megatron_ciera.param_gather.decider import Decider, Policy
 from megatron_ciera.param_gather.exchange import Exchange
 from megatron_ciera.param_gather.group import Round, ShardGroup, Tuning
 from megatron_ciera.param_gather.lanes import Lane
@@ -52,6 +53,7 @@ class Model:
         warmup: int = 1,
         tuning: Tuning = SMALL,
         block_size: int = 512,
+        policy: Policy | None = None,
         ranks: list[int] | None = None,
     ):
         self.dtype = dtype
@@ -69,14 +71,25 @@ class Model:
         for index, values in enumerate(self.values):
             piece_values = max(1, tuning.piece_bytes // (self.size * values.element_size()))
             bucket = GatherBucket(
-                f"bucket {index}", index, values, self.rank, self.size, runs[index], codecs, piece_values, slots
+                f"bucket {index}",
+                index,
+                values,
+                self.rank,
+                self.size,
+                runs[index],
+                codecs,
+                piece_values,
+                slots,
             )
             bucket.choose(choose)
             slots += bucket.num_slots
             buckets.append(bucket)
-        exchange = Exchange(dist.new_group(ranks), slots, 0, device, lane, self.ledger)
+        self.log: list[str] = []
+        decider = Decider("test", buckets, codecs, policy, None, self.log.append) if policy else None
+        counts = decider.num_counts if decider else 0
+        exchange = Exchange(dist.new_group(ranks), slots, counts, device, lane, self.ledger)
         self.group = ShardGroup(
-            "test", group, buckets, exchange, ring, lane, self.ledger, warmup, tuning, Round()
+            "test", group, buckets, exchange, ring, lane, self.ledger, warmup, tuning, Round(), decider
         )
 
     def step(self, learning_rate: float = 3e-4) -> None:
