@@ -13,23 +13,36 @@ NUM_COLUMNS = 7
 class LayerCounter:
     """Rows and assignments that this rank sent to each expert-parallel rank since the last reading.
 
-    rows, assignments: [EP] int64; tokens: [1] int64; all on the device, so that counting never waits.
+    rows, assignments: [EP] int64; tokens: [1] int64; hops, with relays: [4] int64, rows and then assignments
+    that left this rank inside its node and to other nodes. All on the device, so that counting never waits.
     """
 
     rows: torch.Tensor
     assignments: torch.Tensor
     tokens: torch.Tensor
+    hops: torch.Tensor | None = None
 
     @classmethod
-    def zeros(cls, num_ranks: int, device) -> "LayerCounter":
+    def zeros(cls, num_ranks: int, device, relays: bool = False) -> "LayerCounter":
         rows, assignments = torch.zeros((2, num_ranks), dtype=torch.int64, device=device)
-        return cls(rows, assignments, torch.zeros(1, dtype=torch.int64, device=device))
+        tokens = torch.zeros(1, dtype=torch.int64, device=device)
+        hops = torch.zeros(4, dtype=torch.int64, device=device) if relays else None
+        return cls(rows, assignments, tokens, hops)
 
     def add(self, rows: torch.Tensor, expert_assignments: torch.Tensor, tokens: int) -> None:
         """[EP] rows for each rank, [E] assignments for each slot. No host synchronisation."""
         self.rows += rows
         self.assignments += expert_assignments.view(len(self.rows), -1).sum(1)
         self.tokens += tokens
+
+    def add_hop(
+        self, rows: torch.Tensor, expert_assignments: torch.Tensor, my_place: int, inside: bool
+    ) -> None:
+        """One hop of two: [ranks] rows and [E] assignments over the hop's group, where this rank is `my_place`."""
+        assignments = expert_assignments.view(len(rows), -1).sum(1)
+        first = 0 if inside else 1
+        self.hops[first] += rows.sum() - rows[my_place]
+        self.hops[first + 2] += assignments.sum() - assignments[my_place]
 
     def summary(self, my_rank: int, same_node: torch.Tensor) -> torch.Tensor:
         """[NUM_COLUMNS + EP] int64: the columns above, then assignments per rank. Host sync: none.
@@ -39,14 +52,18 @@ class LayerCounter:
         intra = same_node.clone()
         intra[my_rank] = False
         columns = [self.rows.sum(), self.assignments.sum(), self.tokens[0]]
-        for values in (self.rows, self.assignments):
-            columns += [(values * intra).sum(), (values * ~same_node).sum()]
+        if self.hops is not None:
+            columns += self.hops.unbind()
+        else:
+            for values in (self.rows, self.assignments):
+                columns += [(values * intra).sum(), (values * ~same_node).sum()]
         return torch.cat([torch.stack(columns), self.assignments])
 
     def reset(self) -> None:
         """Starts the next interval."""
-        for values in (self.rows, self.assignments, self.tokens):
-            values.zero_()
+        for values in (self.rows, self.assignments, self.tokens, self.hops):
+            if values is not None:
+                values.zero_()
 
 
 def metrics(layers: torch.Tensor, volume: "Volume | None") -> dict[str, float]:

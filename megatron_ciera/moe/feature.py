@@ -19,6 +19,7 @@ from megatron_ciera.moe.counters import NUM_COLUMNS, Volume, metrics
 from megatron_ciera.moe.fit_process import FitAnswer, FitRequest
 from megatron_ciera.moe.groups import make_expert_group
 from megatron_ciera.moe.layer import attach_counter, attach_dispatcher, attach_placement
+from megatron_ciera.moe.node_groups import NodeGroups, make_node_groups
 from megatron_ciera.moe.optimizer_state import OptimizerState
 from megatron_ciera.moe.placements import Maps, PlacementInForce
 from megatron_ciera.moe.plan import tag_dtype
@@ -127,9 +128,10 @@ class MoEFeature(Feature):
         mappings, recorders = {}, {}
         self._counters = {}
         fits = self.config.correlated_placement and self.config.placement_file is None
+        nodes = self._node_groups() if self.config.dedup_dispatch else None
         for site in sites:
             if self.config.dedup_dispatch:
-                attach_dispatcher(site.layer)
+                attach_dispatcher(site.layer, nodes)
             self._counters[site.layer_id] = attach_counter(site.layer)
             if self.config.correlated_placement:
                 if fits:
@@ -142,7 +144,8 @@ class MoEFeature(Feature):
         if fits:
             self._refit = self._make_refit(recorders)
         self._volume = self._make_volume()
-        kind = "deduplicating" if self.config.dedup_dispatch else f"stock {model.moe_token_dispatcher_type}"
+        hops = "two-hop deduplicating" if nodes is not None else "deduplicating"
+        kind = hops if self.config.dedup_dispatch else f"stock {model.moe_token_dispatcher_type}"
         self.run.log(
             f"MoE: {len(self._layer_ids)} layers, {kind} dispatcher, expert-parallel size {self._ep_size}"
         )
@@ -208,10 +211,28 @@ class MoEFeature(Feature):
         self.run.publish("dist_ckpt_optim_fully_reshardable", True)
         self.run.log("MoE: checkpoints are saved by expert, as with --dist-ckpt-optim-fully-reshardable")
 
-    def _ranks_on_this_node(self) -> torch.Tensor:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    def _ranks_per_host(self) -> int:
+        """Processes on a node: the `cluster:` section's GPUs if there is one, else what torchrun says."""
         if self.config.cluster is not None:
-            per_node = self.config.cluster.gpus_per_node
+            return self.config.cluster.gpus_per_node
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def _node_groups(self) -> NodeGroups | None:
+        group = parallel_state.get_expert_model_parallel_group()
+        nodes = make_node_groups(group, self._ranks_per_host())
+        if nodes is not None:
+            self.run.log(
+                f"MoE: expert-parallel groups span {nodes.across.size()} nodes of {nodes.inside.size()} ranks: one "
+                "row for each (token, node), relayed inside the node"
+            )
+        elif self._ep_size > self._ranks_per_node:
+            self.run.log(
+                "MoE: expert-parallel ranks do not fill whole nodes alike: rows go straight to their ranks"
+            )
+        return nodes
+
+    def _ranks_on_this_node(self) -> torch.Tensor:
+        per_node = self._ranks_per_host()
         ranks = torch.tensor(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         self._ranks_per_node = int((ranks // per_node == ranks[0] // per_node).sum())
         if self._ep_size % self._ranks_per_node:

@@ -8,6 +8,7 @@ from megatron_ciera.moe import plan
 from megatron_ciera.moe.counters import LayerCounter
 from megatron_ciera.moe.dispatcher import DedupTokenDispatcher
 from megatron_ciera.moe.logical_checkpoint import save_logically
+from megatron_ciera.moe.node_groups import NodeGroups
 from megatron_ciera.moe.recorder import RouteRecorder
 
 BUFFER = "physical_to_logical_map"
@@ -36,15 +37,18 @@ def attach_placement(layer: MoELayer, recorder: RouteRecorder | None = None) -> 
     return mapping
 
 
-def attach_dispatcher(layer: MoELayer) -> None:
-    """Replaces the layer's all-to-all dispatcher by the deduplicating one. Before `attach_placement`."""
+def attach_dispatcher(layer: MoELayer, nodes: NodeGroups | None = None) -> None:
+    """Replaces the layer's all-to-all dispatcher by the deduplicating one. Before `attach_placement`.
+
+    nodes: groups for two hops; None sends each row straight to its rank.
+    """
     stock = layer.token_dispatcher
     if type(stock) is not MoEAlltoAllTokenDispatcher:
         raise ValueError(
             f"--dedup-dispatch: layer {layer.layer_number} has {type(stock).__name__}, needs "
             "MoEAlltoAllTokenDispatcher. Add --moe-token-dispatcher-type alltoall, or leave out --dedup-dispatch."
         )
-    layer.token_dispatcher = DedupTokenDispatcher.in_place_of(stock)
+    layer.token_dispatcher = DedupTokenDispatcher.in_place_of(stock, nodes)
     if stock.shared_experts is not None:
         layer.token_dispatcher.set_shared_experts(stock.shared_experts)
 
@@ -52,19 +56,31 @@ def attach_dispatcher(layer: MoELayer) -> None:
 def attach_counter(layer: MoELayer) -> LayerCounter:
     """Counts the layer's training forwards: evaluation and a checkpointed first pass have no gradients."""
     dispatcher = layer.token_dispatcher
-    counter = LayerCounter.zeros(dispatcher.ep_size, next(layer.router.parameters()).device)
+    relays = getattr(dispatcher, "inside", None) is not None
+    counter = LayerCounter.zeros(dispatcher.ep_size, next(layer.router.parameters()).device, relays)
 
-    def add(rows, assignments, tokens):
-        if layer.training and torch.is_grad_enabled():
-            counter.add(rows, assignments, tokens)
+    def counts() -> bool:
+        return layer.training and torch.is_grad_enabled()
+
+    def on_route(routing_map):
+        if counts():
+            counter.add(*plan.count(routing_map, dispatcher.ep_size), len(routing_map))
+
+    def on_hop(state, inside):
+        if counts() and relays:
+            group = dispatcher.inside.group if inside else dispatcher.first.group
+            counter.add_hop(state.rows, state.assignments, group.rank(), inside)
+        elif counts():
+            counter.add(state.rows, state.assignments, len(state.send.rows_of_token))
 
     if isinstance(dispatcher, DedupTokenDispatcher):
-        dispatcher.on_count = add
+        dispatcher.on_hop = on_hop
+        dispatcher.on_route = on_route if relays else None
         return counter
     uncounted = dispatcher.dispatch_preprocess
 
     def dispatch_preprocess(hidden_states, routing_map, probs):
-        add(*plan.count(routing_map, dispatcher.ep_size), len(routing_map))
+        on_route(routing_map)
         return uncounted(hidden_states, routing_map, probs)
 
     dispatcher.dispatch_preprocess = dispatch_preprocess

@@ -22,6 +22,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noq
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_ciera.moe.layer import attach_counter, attach_dispatcher, attach_placement  # noqa: E402
+from megatron_ciera.moe.node_groups import make_node_groups  # noqa: E402
 
 TOKENS, HIDDEN, FFN = 48, 64, 32
 # name -> (topk, experts, changes of the config, how tokens are routed)
@@ -152,6 +153,29 @@ def distinct_pairs(layer, selected, map_):
     return len({(token, slot[expert] // local) for token, expert in selected.nonzero().tolist()})
 
 
+def expected_hops(layer, selected, map_):
+    """Rows and assignments that this rank must send inside its node and to others, counted with python sets.
+
+    Two nodes of two ranks: what a rank relays comes from its partner and from itself.
+    """
+    everyone = [torch.empty_like(selected) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, selected)
+    me, local = dist.get_rank(), layer.num_local_experts
+    slot = {expert: slot for slot, expert in enumerate(map_.tolist())}
+    inside, across = set(), set()
+    totals = [0, 0, 0, 0]
+    for source, routed in enumerate(everyone):
+        for token, expert in routed.nonzero().tolist():
+            target = slot[expert] // local
+            if source == me and target // 2 != me // 2:
+                across.add((token, target // 2))
+                totals[3] += 1
+            if target // 2 == me // 2 and source % 2 == me % 2 and target != me:
+                inside.add((source, token, target))
+                totals[2] += 1
+    return [len(inside), len(across), *totals[2:]]
+
+
 def same_bits(first, second):
     return [
         name
@@ -160,11 +184,11 @@ def same_bits(first, second):
     ]
 
 
-def run_case(topk, experts, changes, routing, placed):
+def run_case(topk, experts, changes, routing, placed, nodes=None):
     stock, ours = build(topk, experts, changes), build(topk, experts, changes)
     hidden, grad = inputs(stock, routing)
     inputs(ours, routing)
-    attach_dispatcher(ours)
+    attach_dispatcher(ours, nodes)
     counter = attach_counter(ours)
     map_ = torch.arange(experts)
     if placed:
@@ -179,6 +203,8 @@ def run_case(topk, experts, changes, routing, placed):
         selected = selected & (probs != 0)
     result = {
         "rows": int(counter.rows.sum()),
+        "hops": None if nodes is None else counter.hops.tolist(),
+        "expected_hops": None if nodes is None else expected_hops(ours, selected, map_),
         "pairs": distinct_pairs(ours, selected, map_),
         "assignments": int(counter.assignments.sum()),
         "selected": int(selected.sum()),
@@ -229,6 +255,10 @@ def main(out: Path) -> None:
                 results[key] = run_case(topk, experts, changes, routing, placed)
         for dispatcher in ("alltoall", "allgather"):
             results[f"stock {dispatcher}, EP {expert_parallel}"] = stock_with_placement(dispatcher)
+        if expert_parallel == 4:
+            nodes = make_node_groups(parallel_state.get_expert_model_parallel_group(), 2)
+            for name, case in CASES.items():
+                results[f"{name}, two hops"] = run_case(*case, placed=True, nodes=nodes)
         parallel_state.destroy_model_parallel()
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
