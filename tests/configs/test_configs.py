@@ -1,0 +1,94 @@
+"""Every file in configs/ goes the launcher's way: our expansion, Megatron's parser and validation, our rules."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ciera import flags, install, validation, yaml_config
+from tests.launching import launch
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+OURS = {
+    "ciera": "--ciera",
+    "placement": "--correlated-placement",
+    "dedup": "--dedup-dispatch",
+}
+
+
+@pytest.fixture(scope="module")
+def validated(parse_flags):
+    """Parses and validates a config at its own world size, with more words on the command line."""
+    from megatron.training import arguments
+
+    known = install._option_strings(None)
+
+    monkeypatch = pytest.MonkeyPatch()
+
+    def parse(path: Path, words: str):
+        config = yaml_config.load_config(str(path))
+        world = config.cluster.nodes * config.cluster.gpus_per_node
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        # Sequence parallelism: validate_args wants it, as the launch command of the file says.
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        argv = yaml_config.expand(config, words.split(), known)
+        args = parse_flags(argv, world)
+        validation.before_megatron(args)
+        # The original below our wrapper, which would end the process on an error.
+        original = arguments.validate_args._megatron_ciera_original
+        original(args, {})
+        validation.after_megatron(args)
+        return args, flags.config_from_args(args, config.cluster)
+
+    yield parse
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_passes_megatron_and_our_rules(path, validated):
+    args, config = validated(path, " ".join(OURS.values()))
+    cluster = config.cluster
+    assert args.world_size == cluster.nodes * cluster.gpus_per_node
+    assert args.tensor_model_parallel_size * args.data_parallel_size == args.world_size
+    assert config.ciera and config.correlated_placement and config.dedup_dispatch
+    assert args.num_experts % args.expert_model_parallel_size == 0
+    assert cluster.intra_node.bandwidth_gb_s > cluster.inter_node.bandwidth_gb_s
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_header_states_what_the_file_does(path):
+    config = yaml_config.load_config(str(path))
+    number = {flag: int(values[0]) for flag, values in config.flags.items() if values and values[0].isdigit()}
+    header = path.read_text().partition("megatron:")[0]
+    for word in ("Launch", f"--config configs/{path.name}", "Hardware:", "Groups:", "Batch:", "Measured:"):
+        assert word in header
+    world = config.cluster.nodes * config.cluster.gpus_per_node
+    data_parallel = world // number.get("--tensor-model-parallel-size", 1)
+    micro_batches = number["--global-batch-size"] // (number["--micro-batch-size"] * data_parallel)
+    assert f"DP {data_parallel} × {micro_batches} micro-batches" in header
+    expert_parallel = number["--expert-model-parallel-size"]
+    assert f"EP {expert_parallel} × expert DP {world // expert_parallel}" in header
+    assert f"{number['--global-batch-size'] * number['--seq-length']:,} tokens a step" in header
+
+
+def test_all_layouts_of_the_papers_are_there():
+    names = {path.stem for path in CONFIGS}
+    assert {"tiny_cpu", "olmoe_1b_7b_h200_1n"} <= names
+    for model in ("olmoe_1b_7b", "deepseek_moe_16b", "qwen2_57b_a14b", "minicpm_moe_8x2b", "mixtral_8x7b"):
+        assert any(name.startswith(f"{model}_a100") for name in names)
+    for topk in (2, 6):
+        for layout in ("tp1_ep8", "tp1_ep16", "tp1_ep32", "tp1_ep64", "tp8_ep8", "tp16_ep16"):
+            assert any(name.startswith(f"coupling_top{topk}_{layout}_mi300x") for name in names)
+
+
+def test_a_parallel_size_that_does_not_fit_is_found(validated):
+    path = next(path for path in CONFIGS if path.stem == "tiny_cpu")
+    with pytest.raises(validation.ConfigurationError, match="--nproc-per-node"):
+        validated(path, "--ciera --expert-model-parallel-size 3")
+
+
+def test_tiny_cpu_trains(tmp_path):
+    config = next(path for path in CONFIGS if path.stem == "tiny_cpu")
+    run = launch(tmp_path / "run", 4, ["--config", config, "--train-iters", "3"]).check()
+    losses = [record["losses"]["lm loss"] for record in run.iterations]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
