@@ -73,16 +73,23 @@ def _with_our_flags(original):
 
 
 def _with_config(original, run_config, complete_argv):
+    completed = False
+
     def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+        nonlocal completed
         try:
-            argv = sys.argv[1:]
-            if run_config is not None:
-                argv = yaml_config.expand(run_config, argv, _option_strings(extra_args_provider))
-            _check_yaml_cfg(argv, run_config)
-            sys.argv[1:] = complete_argv(argv) if complete_argv else argv
+            if not completed:  # the host parses more than once; sys.argv stays completed
+                sys.argv[1:] = _complete(sys.argv[1:], extra_args_provider)
+                completed = True
         except ConfigurationError as error:
             exit_with(error)
         return original(extra_args_provider, ignore_unknown_args)
+
+    def _complete(argv, extra_args_provider):
+        if run_config is not None:
+            argv = yaml_config.expand(run_config, argv, _option_strings(extra_args_provider))
+        _check_yaml_cfg(argv, run_config)
+        return complete_argv(argv) if complete_argv else argv
 
     return parse_args
 
