@@ -1,5 +1,6 @@
 """Launching for real: what stops a run, on every rank and without framework tracebacks, and what changes nothing."""
 
+import json
 import os
 from pathlib import Path
 
@@ -152,9 +153,26 @@ def test_upstream_script_unmodified(tmp_path, processes, parallel):
     upstream = Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"
     flags = [*TINY, *parallel.split()]
     script = ("-m", "megatron_ciera", str(upstream))
+    ours = ["--ciera", "--ciera-warmup-iters", "2"]
+    placed = ["--correlated-placement", "--placement-file", reversed_placement(tmp_path / "placement.json")]
     stock = launch(tmp_path / "stock", processes, flags, script=script).check()
-    ciera = launch(
-        tmp_path / "ciera", processes, [*flags, "--ciera", "--ciera-warmup-iters", "2"], script=script
-    ).check()
+    ciera = launch(tmp_path / "ciera", processes, [*flags, *ours], script=script).check()
+    both = launch(tmp_path / "both", processes, [*flags, *ours, *placed], script=script).check()
+    for run in (ciera, both):
+        assert f"from {upstream.parent}/megatron/core" in run.output
     assert [r["losses"] for r in ciera.iterations] == [r["losses"] for r in stock.iterations]
     assert ciera.parameters == stock.parameters
+    # Top-2 sums two terms, in any order alike: the first forward pass has the same bits.
+    assert both.iterations[0]["losses"]["lm loss"] == stock.iterations[0]["losses"]["lm loss"]
+    metrics = both.iterations[-1]["metrics"]
+    assert metrics["moe/rows_sent"] < metrics["moe/rows_stock"]
+
+
+def reversed_placement(path: Path) -> str:
+    """A placement for TINY with the experts in reverse order, so that every one of them moves."""
+    layers = [{"layer": layer, "physical_to_logical_map": list(range(7, -1, -1))} for layer in range(2)]
+    header = {"format": "megatron-ciera-placement", "version": 1, "num_experts": 8, "topk": 2}
+    shape = {"expert_parallel_size": 2, "ranks_per_node": 2}
+    fit = {"tokens": 4096, "source": "test", "iteration": None}
+    path.write_text(json.dumps({**header, **shape, "fit": fit, "layers": layers}))
+    return str(path)
