@@ -124,7 +124,7 @@ class Bench:
         costs = None
         if select and self.device.type == "cuda":
             largest = max(bucket.shard_values for bucket in buckets)
-            costs = measure_costs(dist.group.WORLD, self.own, codecs, largest, DTYPE)
+            costs = measure_costs(dist.group.WORLD, self.own, codecs, largest, DTYPE, overlap)
         policy = Policy(tuple(codecs), select, None, warmup, 512)
         log = print if self.rank == 0 and os.environ.get("BENCH_TABLE") else lambda line: None
         decider = Decider(mode, buckets, codecs, policy, costs, log)
@@ -172,15 +172,16 @@ class Bench:
             self._settle()
             begin = time.perf_counter()
             self.gather(group)
-            self._settle(barrier=False)
+            # The parameters are there; states are brought up to date beside what the compute stream does next.
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
             times.append(time.perf_counter() - begin)
         slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return slowest.tolist()
 
-    def _settle(self, barrier: bool = True) -> None:
-        if barrier:
-            dist.barrier()
+    def _settle(self) -> None:
+        dist.barrier()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -117,7 +117,7 @@ def _build(members: list[Member], own_group, codecs, names, total_bytes: int, sh
     costs = None
     if shared.device.type == "cuda" and config.ciera_selection:
         largest = max(bucket.shard_values for bucket in buckets)
-        costs = measure_costs(group, own_group, codecs[dtype], largest, dtype)
+        costs = measure_costs(group, own_group, codecs[dtype], largest, dtype, config.ciera_overlap)
     decider = Decider(name, buckets, codecs[dtype], policy, costs, shared.log)
     exchange = Exchange(own_group, slots, decider.num_counts, shared.device, shared.lane, shared.ledger)
     shard_group = ShardGroup(

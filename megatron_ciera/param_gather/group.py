@@ -99,6 +99,7 @@ class ShardGroup:
     def stepped(self) -> None:
         """The optimizer is about to write new values into the own shards."""
         self._agree()
+        self._lane.release_parameters()
         self.steps += 1
         if self._decider is not None:
             self._decider.before_step(self.steps)

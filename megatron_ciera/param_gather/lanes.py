@@ -30,6 +30,10 @@ class Lane:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
+    def release_parameters(self) -> None:
+        """Makes the caller's current stream wait for all work of this lane, before it writes what that reads."""
+        self.mark().hold_compute()
+
     def mark(self) -> "Mark":
         """The point that this lane has reached; `Mark.hold_compute` makes the current stream wait for it."""
         return Mark(self._stream)

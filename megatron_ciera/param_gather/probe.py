@@ -42,7 +42,9 @@ class Probe:
         for kind in self.kinds:
             largest = sorted((w for k, w in segments if k == kind), key=lambda words: -words.numel())
             self._views += [(kind, words[:SAMPLE_VALUES]) for words in largest[:SAMPLES_PER_CLASS]]
+        # Kept for good: they are written on the compute stream and read on the lane.
         self._before: list[torch.Tensor] | None = None
+        self._ready = False
 
     @property
     def num_counts(self) -> int:
@@ -51,7 +53,7 @@ class Probe:
 
     @property
     def ready(self) -> bool:
-        return self._before is not None
+        return self._ready
 
     def remember(self) -> None:
         """Copies the samples as they are, on the current stream."""
@@ -60,15 +62,15 @@ class Probe:
         else:
             for before, (_, words) in zip(self._before, self._views, strict=True):
                 before.copy_(words)
+        self._ready = True
 
     def measure(self, out: torch.Tensor) -> None:
         """Counts what changed since `remember` and encodes it; int64 `[num_counts]`, on the samples' device."""
         out.zero_()
         table = out.view(len(self.kinds), -1)
-        for index, (codec, coder) in enumerate(self.codecs.items()):
-            for row, size in zip(self._rows(), self._encode(coder), strict=True):
+        for index, codec in enumerate(self.codecs.values()):
+            for row, size in zip(self._rows(), self._encode(codec), strict=True):
                 table[row, len(_COUNTS) + index] += size
-            del codec
         for row, before, (_, words) in zip(self._rows(), self._before, self._views, strict=True):
             changed = self._exponent(before) != self._exponent(words)
             pad = -changed.numel() % self._block_size
@@ -78,7 +80,7 @@ class Probe:
             table[row, 2] += changed.sum()
             table[row, 3] += blocks.numel()
             table[row, 4] += blocks.sum()
-        self._before = None
+        self._ready = False
 
     def stats(self, counts: torch.Tensor) -> dict[str, ClassStats]:
         """The classes' statistics from the counts of all ranks, int64 `[ranks, num_counts]` on the host."""

@@ -8,6 +8,7 @@ Comm is read at the size of the piece that carries the segment, and the segment 
 in one gather, so none of them pays the latency alone. Without measured costs (gloo) gains are bytes.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -63,10 +64,16 @@ class Costs:
     encode: Mapping[str, Curve]
     decode: Mapping[str, Curve]
     exchange: float
+    overlap: bool = False
 
-    def codec_time(self, codec: str, values: int, ranks: int) -> float:
-        """Seconds to encode one rank's `values` and decode those of the others."""
-        return self.encode[codec](values) + self.decode[codec](values * (ranks - 1))
+    def coded_time(self, codec: str, values: int, payload: float, ranks: int, num_pieces: int) -> float:
+        """Seconds for a piece of `values` a rank in payloads of `payload` bytes: encode, wire, decode.
+
+        With overlap, a piece is decoded while the next is on the wire; the last one's decoding stays exposed.
+        """
+        wire, decode = self.comm(payload), self.decode[codec](values * (ranks - 1))
+        hidden = min(wire, decode) * (1 - 1 / num_pieces) if self.overlap else 0.0
+        return self.encode[codec](values) + wire + decode - hidden
 
 
 @dataclass(frozen=True)
@@ -110,25 +117,28 @@ def gains(
 ) -> dict[Segment, dict[str, float]]:
     """The gain of each codec for each segment whose class was measured."""
     found = {}
+    pieces = list(pieces)
+    num_pieces = Counter(piece.segments[0][0].bucket for piece in pieces)
     for piece in pieces:
-        ranks = len(piece.segments)
         for segments in piece.segments:
             for segment in segments:
                 if stats.get(segment.kind, ClassStats()).values:
+                    pace = num_pieces[segment.bucket]
                     found[segment] = {
-                        codec: _gain(segment, piece, stats[segment.kind], codec, itemsize, costs, ranks)
+                        codec: _gain(segment, piece, stats[segment.kind], codec, itemsize, costs, pace)
                         for codec in codecs
                     }
     return found
 
 
-def _gain(segment, piece, stats, codec, itemsize, costs, ranks) -> float:
+def _gain(segment, piece, stats, codec, itemsize, costs, num_pieces) -> float:
     payload = stats.bytes_per_value(codec)
     if costs is None:
         return segment.length * (itemsize - payload)
     share = segment.length / piece.length
     raw = costs.comm(piece.length * itemsize)
-    coded = costs.comm(piece.length * payload) + costs.codec_time(codec, piece.length, ranks)
+    ranks = len(piece.segments)
+    coded = costs.coded_time(codec, piece.length, piece.length * payload, ranks, num_pieces)
     return share * (raw - coded)
 
 

@@ -157,9 +157,10 @@ class GatherHandle:
         for index, transfer in enumerate(self._transfers):
             transfer.finish()
             self._launch_up_to(index + 1 + self._window)
+        self._mark = self._lane.mark()
+        # Not waited for by the compute stream until it writes parameters again (`Lane.release_parameters`).
         with self._lane.enter():
             self._done()
-        self._mark = self._lane.mark()
 
 
 class Nothing:
