@@ -155,6 +155,8 @@ def _megatron_validation(original, args, defaults):
 
 def _features(config: CieraConfig) -> list[Feature]:
     features = []
+    if config.token_shuffle:
+        raise validation.not_there_yet("--token-shuffle")
     if config.moe:
         from megatron_ciera.moe.feature import MoEFeature
 

@@ -60,6 +60,20 @@ STOPPED = {
         ],
         "--dedup-dispatch: found --moe-token-dispatcher-type allgather",
     ),
+    "a feature that is not there yet": (
+        [
+            *TINY,
+            *(
+                "--tensor-model-parallel-size",
+                "2",
+                "--sequence-parallel",
+                "--expert-model-parallel-size",
+                "2",
+            ),
+            *("--expert-tensor-parallel-size", "1", "--token-shuffle"),
+        ],
+        "--token-shuffle: not in this version",
+    ),
     "yaml-cfg beside our flags": (
         [*TINY, "--yaml-cfg", "some.yaml", "--ciera"],
         "--yaml-cfg: found --ciera beside it",
