@@ -1,0 +1,68 @@
+"""Migration on four processes: see migration_worker.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("migration_worker.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("migration")
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "4",
+            WORKER,
+            folder,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert process.returncode == 0, process.stdout[-4000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_all_cases_ran(results):
+    assert len(results) == 3
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "moved_something",
+        "every_expert_keeps_its_bits",
+        "mapping_is_the_map",
+        "back_to_every_bit",
+        "failure_wrote_nothing",
+        "failure_kept_maps",
+    ],
+)
+def test_holds(results, check):
+    for case, found in results.items():
+        assert found[check] is True, case
+
+
+def test_masters_and_both_moments_move(results):
+    for case, found in results.items():
+        assert found["masters_and_moments"] == ["exp_avg", "exp_avg_sq", "master", "weight"], case
+
+
+def test_a_failure_on_one_rank_is_known_on_all(results):
+    for case, found in results.items():
+        assert (
+            "layer 0 keeps its placement, because rank 1 failed: MemoryError: no room"
+            in found["failed_layer"]
+        ), case
