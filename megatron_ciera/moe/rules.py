@@ -46,6 +46,13 @@ def check_placement(args) -> None:
 
 def check_dedup(args, flag: str) -> None:
     """Rules of the deduplicating dispatcher that need no derived values. `flag` is how it was asked for."""
+    if args.transformer_impl == "inference_optimized":
+        raise refuse(
+            flag,
+            "--transformer-impl inference_optimized",
+            "another implementation: this one puts its own dispatcher in place at every forward pass",
+            "Change --transformer-impl, or add --no-dedup-dispatch.",
+        )
     if args.moe_router_padding_for_quantization or getattr(args, "moe_router_padding_for_fp8", False):
         raise refuse(
             flag,

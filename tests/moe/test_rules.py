@@ -48,6 +48,7 @@ def check(parse_flags, words):
             "--correlated-placement --use-precision-aware-optimizer --exp-avg-dtype fp8",
             "--exp-avg-dtype: found fp8, needs fp32 or bf16",
         ),
+        ("--dedup-dispatch --transformer-impl inference_optimized", "--transformer-impl inference_optimized"),
         ("--dedup-dispatch --moe-router-padding-for-quantization", "--moe-router-padding-for-quantization"),
     ],
 )
