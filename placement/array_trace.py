@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from placement.file import DECODER, LayerId
+from placement.serving_trace import LOAD_ONLY_REASON
 
 _BLOCK_TOKENS = 65536
 _SPOOL_BYTES = 1 << 28
@@ -66,11 +67,7 @@ def _choose_array(path: Path, array: str | None) -> str:
     if wanted not in names:
         load_only = [name for name in names if name in _LOAD_ONLY]
         if load_only and not array:
-            raise ValueError(
-                f"trace {path}: holds only expert loads ({load_only[0]}): loads say how often an expert is "
-                "selected, not which are selected together, so nothing can be placed by them; record each "
-                "token's experts instead"
-            )
+            raise ValueError(f"trace {path}: holds only expert loads ({load_only[0]}): {LOAD_ONLY_REASON}")
         option = f"--array {array}" if array else "no --array given and no top_indices"
         raise ValueError(f"trace {path}: {option}: the file has {', '.join(names) or 'no arrays'}; name one")
     return wanted

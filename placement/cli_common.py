@@ -55,6 +55,13 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         help="decoder layers of the pipeline stages, one number or one each (default: found from the trace)",
     )
     parser.add_argument(
+        "--serving-shape",
+        type=positive_int,
+        nargs=2,
+        metavar=("LAYERS", "TOPK"),
+        help="MoE layers and experts per token, for SGLang's flat routed experts",
+    )
+    parser.add_argument(
         "--skip-tokens",
         type=natural_int,
         default=0,
@@ -80,6 +87,7 @@ def open_trace_arguments(args):
         array=args.array,
         pipeline_parallel_size=args.pipeline_model_parallel_size,
         layers_per_stage=args.layers_per_stage,
+        serving_shape=tuple(args.serving_shape) if args.serving_shape else None,
     )
 
 

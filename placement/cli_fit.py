@@ -12,8 +12,10 @@ from placement import cli_common
 from placement.cli_common import percent, positive_int, say
 from placement.fit import check_shape, fit_layers, infer_num_experts
 from placement.prediction import fit_tables
+from placement.report import write_report
 from placement.table_file import save_tables
 from placement.trace import read_tokens
+from placement.writers import FORMATS, write_placement
 
 NAME = "fit_placement.py"
 
@@ -52,9 +54,17 @@ def build_parser() -> argparse.ArgumentParser:
         type=_tolerance,
         default=0.05,
         metavar="X",
-        help="allowed rise of max/mean rank load over contiguous, on the fit tokens, per layer (default: 0.05)",
+        help="allowed rise of max/mean rank load over contiguous on the fit tokens (default: 0.05)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: megatron-ciera")
+    parser.add_argument("--report", metavar="PATH", help="write an HTML report with plots (extra `plots`)")
+    parser.add_argument(
+        "--config", metavar="YAML", help="file whose `cluster:` gives link speeds for the gains in the report"
+    )
+    parser.add_argument(
+        "--hidden-size", type=positive_int, default=4096, metavar="H", help="for the report (default: 4096)"
+    )
     parser.add_argument("--output", default="placement.json", metavar="PATH", help="default: placement.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     return parser
@@ -96,7 +106,10 @@ def _main(argv) -> int:
             progress=progress,
         )
         tables = fit_tables(tokens.top_indices, result.placement, num_workers)
-    result.placement.save(args.output)
+    cluster = _cluster(args.config)
+    if args.report:
+        write_report(args.report, tokens.top_indices, result, tables, cluster, args.hidden_size)
+    write_placement(args.output, result.placement, args.format)
     save_tables(Path(args.output).with_suffix(".npz"), tables)
     seconds = time.perf_counter() - start
     if args.json:
@@ -104,6 +117,21 @@ def _main(argv) -> int:
     else:
         _print_table(args, result, seconds)
     return 0
+
+
+def _cluster(path: str | None) -> dict | None:
+    """The `cluster:` section of a config file; raises ValueError when it lacks link speeds."""
+    if path is None:
+        return None
+    import yaml
+
+    with open(path) as file:
+        document = yaml.safe_load(file)
+    cluster = document.get("cluster") if isinstance(document, dict) else None
+    for link in ("intra_node", "inter_node"):
+        if not isinstance(cluster, dict) or "bandwidth_gb_s" not in (cluster.get(link) or {}):
+            raise ValueError(f"--config {path}: no cluster: {link}: bandwidth_gb_s; add the link speeds")
+    return cluster
 
 
 def _summary(args, result, seconds: float) -> dict:

@@ -46,7 +46,8 @@ def evaluate(placement: Placement, blocks, rows: list[int], tables=None) -> dict
     """Counts a placement over [layers, tokens, topk] blocks. Returns the object of `--json`.
 
     `rows`: from `layers_in_trace`; `tables`: from `load_tables`. Shares are fractions; top-level values are
-    means over the layers that have them. Locality is null without prediction tables, and for the first layer.
+    means over the layers that have them. Locality is null without prediction tables and for the first two
+    layers.
     """
     contiguous = contiguous_expert_to_rank(placement.num_experts, placement.expert_parallel_size)
     ranks = [placement.expert_to_rank(index) for index in range(len(placement.layers))]

@@ -1,11 +1,10 @@
 """Prediction tables: to which ranks a token's experts of the next MoE layer will lie, from the two before.
 
-For layer l+1 a token's evidence is each pair (expert at layer l, expert at layer l-1) that it selected. A pair
-predicts by its own counts, drawn towards the two single-expert tables by `PAIR_PRIOR` pseudo-tokens, and a pair
-seen fewer than `MIN_PAIR_TOKENS` times predicts by the single-expert tables alone; those are drawn towards the
-layer's mean by `SINGLE_PRIOR` pseudo-tokens. The token's score on a rank is the mean over its pairs: the
-expected number of its assignments there. The second MoE layer has one layer before it and uses its
-single-expert table; the first has none and is not predicted.
+For layer l+1 a token's evidence is each pair (expert at layer l, expert at layer l-1) that it selected. A
+pair predicts by its own counts, drawn towards the two single-expert tables by `PAIR_PRIOR` pseudo-tokens; a
+pair seen fewer than `MIN_PAIR_TOKENS` times predicts by the single-expert tables alone, and those are drawn
+towards the layer's mean by `SINGLE_PRIOR` pseudo-tokens. The token's score on a rank is the mean over its
+pairs: the expected number of its assignments there. The first two MoE layers are not predicted.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -29,7 +28,7 @@ class LayerTables:
     """Tables that predict one layer.
 
     `previous`, `before`: [num_experts, ranks] float32, expected assignments on each rank of a token that
-    selected the expert one, two MoE layers before (`before` is None for the second MoE layer).
+    selected the expert one, two MoE layers before.
     `pair_keys`: [pairs] int64 ascending, expert one layer before * num_experts + expert two layers before;
     `pair_tables`: [pairs, ranks] float32. `chance`: [ranks] float32, mean over tokens.
     `held_out_locality`, `held_out_chance`: share of assignments on the predicted owner with tables from one
@@ -37,7 +36,7 @@ class LayerTables:
     """
 
     previous: np.ndarray
-    before: np.ndarray | None
+    before: np.ndarray
     pair_keys: np.ndarray
     pair_tables: np.ndarray
     chance: np.ndarray
@@ -58,26 +57,19 @@ def rank_counts(top_indices: np.ndarray, expert_to_rank: np.ndarray, num_ranks: 
     return counts
 
 
-def predict(tables: LayerTables, previous: np.ndarray, before: np.ndarray | None = None):
+def predict(tables: LayerTables, previous: np.ndarray, before: np.ndarray):
     """(scores [tokens, ranks] float32, confidence [tokens] float32) of the predicted layer.
 
-    `previous`, `before`: [tokens, topk] experts one and two MoE layers before. Scores are expected assignments
-    on each rank; confidence is the best score minus the second best.
+    `previous`, `before`: [tokens, topk] experts one and two MoE layers before. Scores are expected
+    assignments on each rank; confidence is the best score minus the second best.
     """
-    single = tables.previous[previous].mean(axis=1)
-    if before is None or tables.before is None:
-        scores = single
-    else:
-        num_experts = len(tables.previous)
-        single = (single + tables.before[before].mean(axis=1)) / 2.0
-        keys = previous[:, :, None].astype(np.int64) * num_experts + before[:, None, :]
-        keys = keys.reshape(len(previous), -1)
-        scores = single + _pair_corrections(tables, keys)
+    single = (tables.previous[previous].mean(axis=1) + tables.before[before].mean(axis=1)) / 2.0
+    scores = single + _pair_corrections(tables, _pair_keys(previous, before, len(tables.previous)))
     best = np.partition(scores, scores.shape[1] - 2, axis=1)
     return scores, best[:, -1] - best[:, -2]
 
 
-def predict_reference(tables: LayerTables, previous, before=None) -> np.ndarray:
+def predict_reference(tables: LayerTables, previous, before) -> np.ndarray:
     """Slow twin of `predict`'s scores: one token and one pair at a time."""
     num_experts = len(tables.previous)
     rows = {int(key): row for row, key in enumerate(tables.pair_keys)}
@@ -85,9 +77,6 @@ def predict_reference(tables: LayerTables, previous, before=None) -> np.ndarray:
     for token, experts in enumerate(previous):
         predictions = []
         for first in experts:
-            if before is None or tables.before is None:
-                predictions.append(tables.previous[first])
-                continue
             for second in before[token]:
                 row = rows.get(int(first) * num_experts + int(second))
                 fallback = (tables.previous[first] + tables.before[second]) / 2.0
@@ -99,9 +88,7 @@ def predict_reference(tables: LayerTables, previous, before=None) -> np.ndarray:
 def fit_layer_tables(
     top_indices, index: int, expert_to_rank, num_experts: int, num_ranks: int
 ) -> LayerTables:
-    """Tables for row `index` >= 1 of [layers, tokens, topk], with their accuracy on held-out halves."""
-    if index < 1:
-        raise ValueError("the first MoE layer has no layer before it and cannot be predicted")
+    """Tables for row `index` >= 2 of [layers, tokens, topk], with their accuracy on held-out halves."""
     args = (expert_to_rank, num_experts, num_ranks)
     half = top_indices.shape[1] // 2
     correct, chance = [], []
@@ -128,8 +115,7 @@ def layer_locality(tables, top_indices: np.ndarray, index: int, expert_to_rank) 
 
 def owners_by_prediction(tables: LayerTables, top_indices: np.ndarray, index: int) -> np.ndarray:
     """[tokens] owners at row `index` of one block of [layers, tokens, topk], exact capacity."""
-    before = top_indices[index - 2] if index >= 2 else None
-    scores, _ = predict(tables, top_indices[index - 1], before)
+    scores, _ = predict(tables, top_indices[index - 1], top_indices[index - 2])
     return assign_owners(scores)
 
 
@@ -137,13 +123,8 @@ def _fit_tables(top_indices, index, expert_to_rank, num_experts, num_ranks):
     target = rank_counts(top_indices[index], expert_to_rank, num_ranks)
     chance = target.mean(axis=0)
     previous = _single_table(top_indices[index - 1], target, chance, num_experts)
-    if index < 2:
-        empty = np.zeros((0, num_ranks), dtype=np.float32)
-        return previous, None, np.zeros(0, dtype=np.int64), empty, chance
     before = _single_table(top_indices[index - 2], target, chance, num_experts)
-    keys = (
-        top_indices[index - 1][:, :, None].astype(np.int64) * num_experts + top_indices[index - 2][:, None, :]
-    )
+    keys = _pair_keys(top_indices[index - 1], top_indices[index - 2], num_experts)
     keys, where, counts = np.unique(keys.reshape(-1), return_inverse=True, return_counts=True)
     often = counts >= MIN_PAIR_TOKENS
     where = where.reshape(top_indices.shape[1], -1)
@@ -152,6 +133,12 @@ def _fit_tables(top_indices, index, expert_to_rank, num_experts, num_ranks):
     fallback = (previous[keys // num_experts] + before[keys % num_experts]) / 2.0
     pair_tables = (sums + PAIR_PRIOR * fallback) / (counts + PAIR_PRIOR)
     return previous, before, keys, pair_tables.astype(np.float32), chance
+
+
+def _pair_keys(previous: np.ndarray, before: np.ndarray, num_experts: int) -> np.ndarray:
+    """[tokens, topk * topk] int64: key of every pair of a token's experts in two layers."""
+    keys = previous[:, :, None].astype(np.int64) * num_experts + before[:, None, :]
+    return keys.reshape(len(previous), -1)
 
 
 def _single_table(experts, target, chance, num_experts) -> np.ndarray:
@@ -182,12 +169,15 @@ def _token_matrix(columns: np.ndarray, weights: np.ndarray, num_columns: int):
 
 
 def fit_tables(top_indices: np.ndarray, placement, num_workers: int = 1) -> list[LayerTables | None]:
-    """Tables for each decoder layer of a placement fitted on the same [layers, tokens, topk]; None where there
-    is no layer before (the first) or the layer is an MTP layer. `num_workers`: forked processes."""
+    """Tables for the layers of a placement fitted on the same [layers, tokens, topk].
+
+    None for the first two layers, which lack layers before them, and for MTP layers. `num_workers`: forked
+    processes.
+    """
     jobs = []
     for index, layer in enumerate(placement.layers):
-        predictable = index >= 1 and layer.layer_id.block == "decoder"
-        window = top_indices[max(0, index - 2) : index + 1]
+        predictable = index >= 2 and layer.layer_id.block == "decoder"
+        window = top_indices[index - 2 : index + 1]
         sizes = (placement.num_experts, placement.expert_parallel_size)
         jobs.append((window, placement.expert_to_rank(index), *sizes) if predictable else None)
     if num_workers <= 1:
@@ -200,7 +190,7 @@ def _fit_job(job) -> LayerTables | None:
     if job is None:
         return None
     window, *arguments = job
-    return fit_layer_tables(window, len(window) - 1, *arguments)
+    return fit_layer_tables(window, 2, *arguments)
 
 
 class LocalityCounter:

@@ -18,9 +18,7 @@ def save_tables(path, tables: list[LayerTables | None]) -> None:
         if layer is None:
             continue
         for name in ("previous", "before", "pair_keys", "pair_tables", "chance"):
-            value = getattr(layer, name)
-            if value is not None:
-                arrays[f"{name}_{index}"] = value
+            arrays[f"{name}_{index}"] = getattr(layer, name)
         arrays[f"held_out_{index}"] = np.array([layer.held_out_locality, layer.held_out_chance])
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
@@ -44,8 +42,7 @@ def load_tables(path, placement) -> list[LayerTables | None] | None:
     if found != (_VERSION, len(placement.layers)):
         raise ValueError(
             f"prediction tables {path}: version and layers are {found}, wanted "
-            f"{(_VERSION, len(placement.layers))}; "
-            "fit the placement again"
+            f"{(_VERSION, len(placement.layers))}; fit the placement again"
         )
     return [_layer_from(arrays, index, path, placement) for index in range(len(placement.layers))]
 
@@ -61,7 +58,7 @@ def _layer_from(arrays, index, path, placement) -> LayerTables | None:
         )
     return LayerTables(
         arrays[f"previous_{index}"],
-        arrays.get(f"before_{index}"),
+        arrays[f"before_{index}"],
         arrays[f"pair_keys_{index}"],
         arrays[f"pair_tables_{index}"],
         arrays[f"chance_{index}"],

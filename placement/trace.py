@@ -12,6 +12,7 @@ import numpy as np
 from placement.array_trace import ArrayTrace
 from placement.file import LayerId
 from placement.megatron_trace import MegatronTrace, is_megatron_trace, rank_files
+from placement.serving_trace import ServingTrace, is_serving_trace
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ def open_trace(
     array: str | None = None,
     pipeline_parallel_size: int = 1,
     layers_per_stage=None,
+    serving_shape: tuple[int, int] | None = None,
 ):
     """Opens TRACE arguments. Returns a reader with `layer_ids`, `source`, `source_layers`, `blocks()`.
 
-    `paths`: folders or files of Megatron's `router_trace_rank*.jsonl`, or `.npz` files; one kind at a time.
+    `paths`: folders or files of Megatron's `router_trace_rank*.jsonl`, `.npz` files, or serving dumps
+    (`.json`, `.jsonl`, `.pt`; `serving_shape`: (MoE layers, topk) of flat ones); one kind at a time.
     Raises ValueError naming the path and what it should be.
     """
     paths = [Path(path) for path in paths]
@@ -58,6 +61,8 @@ def open_trace(
                 "model order already; leave the flag out"
             )
         return ArrayTrace(paths, array)
+    if all(is_serving_trace(path) for path in paths):
+        return ServingTrace(paths, serving_shape)
     empty = [path for path in paths if path.is_dir()]
     if empty:
         raise ValueError(
@@ -67,7 +72,8 @@ def open_trace(
         )
     kinds = sorted({path.suffix or "folder" for path in paths})
     raise ValueError(
-        f"trace: found {', '.join(kinds)}, wanted either Megatron's router_trace_rank*.jsonl or .npz files, "
+        f"trace: found {', '.join(kinds)}, wanted Megatron's router_trace_rank*.jsonl, .npz files or "
+        "serving dumps, "
         "one kind at a time"
     )
 
