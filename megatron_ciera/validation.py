@@ -74,6 +74,8 @@ def after_megatron(args: argparse.Namespace) -> None:
             "1 with the deduplicating dispatcher",
             "Set --expert-tensor-parallel-size 1, or add --no-dedup-dispatch.",
         )
+    if args.correlated_placement:
+        moe_rules.check_derived(args)
     if wants_dedup:
         moe_rules.check_graphs(args, "--dedup-dispatch")
 

@@ -44,6 +44,17 @@ def check_placement(args) -> None:
         _check_file(args)
 
 
+def check_derived(args) -> None:
+    """Rules of --correlated-placement on values that Megatron derives."""
+    if getattr(args, "expert_gtp_weight_remat_size", 1) > 1:
+        raise refuse(
+            "--expert-tensor-parallel-num-weight-shards",
+            args.expert_tensor_parallel_num_weight_shards,
+            "whole expert weights with --correlated-placement: sharded ones are not moved yet",
+            "Leave it out, or leave out --correlated-placement.",
+        )
+
+
 def check_dedup(args, flag: str) -> None:
     """Rules of the deduplicating dispatcher that need no derived values. `flag` is how it was asked for."""
     if args.transformer_impl == "inference_optimized":

@@ -10,8 +10,13 @@ from placement.file import DECODER, MTP, LayerId, LayerPlacement, Placement
 from tests.launching import TINY, launch
 
 FLAGS = [*TINY, "--clip-grad", "0", "--train-iters", "3", "--expert-model-parallel-size", "2"]
-# name -> (decoder layers, MTP layers, flags)
+# name -> (decoder layers, MTP layers, flags); "stock dispatcher" in a name: placement alone
 LAYOUTS = {
+    "expert tensor parallel, stock dispatcher": (
+        2,
+        0,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
+    ),
     "virtual pipeline, full recompute": (
         4,
         0,
@@ -55,6 +60,8 @@ def test_layout(tmp_path, name):
     words = [*FLAGS, *words.split()]
     write_placement(tmp_path / "placement.json", decoder, mtp)
     placed = ["--correlated-placement", "--placement-file", tmp_path / "placement.json"]
+    if "stock dispatcher" in name:
+        placed.append("--no-dedup-dispatch")
     stock = launch(tmp_path / "stock", 4, words, timeout=500).check()
     ours = launch(tmp_path / "ours", 4, [*words, *placed], timeout=500).check()
     assert f"experts moved in {decoder + mtp} of {decoder + mtp} layers" in ours.output
@@ -63,7 +70,9 @@ def test_layout(tmp_path, name):
     ]
     for record in ours.iterations:
         metrics = record["metrics"]
-        assert metrics["moe/rows_sent"] < metrics["moe/rows_stock"] == 2 * metrics["moe/tokens"]
+        sent = metrics["moe/rows_stock" if "stock dispatcher" in name else "moe/rows_distinct"]
+        assert metrics["moe/rows_sent"] == sent
+        assert metrics["moe/rows_distinct"] < metrics["moe/rows_stock"] == 2 * metrics["moe/tokens"]
         batch = 8 if "pipeline" in name else 4
         assert metrics["moe/tokens"] == (decoder + mtp) * batch * 64
     assert digests(stock) == digests(ours)

@@ -57,6 +57,13 @@ def test_refused(parse_flags, words, reason):
         check(parse_flags, words)
 
 
+def test_sharded_expert_weights_are_refused(parse_flags):
+    args = parse_flags(BASE + "--correlated-placement")
+    args.expert_gtp_weight_remat_size, args.expert_tensor_parallel_num_weight_shards = 2, 2
+    with pytest.raises(ConfigurationError, match="--expert-tensor-parallel-num-weight-shards: found 2"):
+        rules.check_derived(args)
+
+
 @pytest.mark.parametrize(
     ("modules", "reason"),
     [
