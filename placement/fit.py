@@ -218,13 +218,14 @@ def _fit_one(job) -> LayerResult:
     top_indices, layer_id, num_experts, expert_parallel_size, ranks_per_node, tolerance, seed = job
     contiguous = contiguous_expert_to_rank(num_experts, expert_parallel_size)
 
-    def run(tokens):
-        return fit_layer(tokens, num_experts, expert_parallel_size, ranks_per_node, tolerance, seed)
+    def run(tokens, num_starts=1):
+        sizes = (num_experts, expert_parallel_size, ranks_per_node)
+        return fit_layer(tokens, *sizes, tolerance, seed, num_starts)
 
     # Matrices are small: several BLAS threads would cost far more than they save.
     with threadpool_limits(1, "blas"):
         gain, sigmas = _held_out_gain(top_indices, contiguous, run)
-        fitted = run(top_indices) if sigmas > _STANDARD_ERRORS else contiguous
+        fitted = run(top_indices, None) if sigmas > _STANDARD_ERRORS else contiguous
     return LayerResult(
         layer_id=layer_id,
         expert_to_rank=fitted,

@@ -4,8 +4,11 @@
 import numpy as np
 
 from placement.co_selection import co_selection, expert_counts, incidence
-from placement.rows import contiguous_expert_to_rank, load_ratio
-from placement.swap_search import LoadLimit, PairObjective, RowObjective, search
+from placement.rows import contiguous_expert_to_rank, count_rows, load_ratio
+from placement.swap_search import LoadLimit, PairObjective, RowObjective, SumObjective, search
+
+_FEW_EXPERTS = 32
+_VARIETY_BLOCK = 256
 
 
 def to_physical_map(expert_to_rank: np.ndarray, num_local_experts: int) -> np.ndarray:
@@ -27,6 +30,28 @@ def load_limit(top_indices, num_experts: int, expert_parallel_size: int, toleran
     return LoadLimit(loads, (load_ratio(per_rank) + tolerance) * per_rank.mean())
 
 
+def variety_weights(top_indices: np.ndarray, num_experts: int) -> np.ndarray:
+    """[tokens] float32, mean 1: less for text that the fit tokens hold much of, more for what is rare in them.
+
+    A few thousand tokens come from a few documents, and documents alike say the same thing several times. Each
+    block of 256 tokens is weighted by the inverse square of how much its expert loads resemble those of all
+    blocks (correlation of square roots of loads, negative ones as none).
+    """
+    size = _VARIETY_BLOCK
+    num_blocks = len(top_indices) // size
+    if num_blocks < 2:
+        return np.ones(len(top_indices), dtype=np.float32)
+    blocks = [top_indices[start * size : (start + 1) * size] for start in range(num_blocks)]
+    loads = np.sqrt([expert_counts(block, num_experts) for block in blocks])
+    loads -= loads.mean(axis=1, keepdims=True)
+    loads /= np.maximum(np.linalg.norm(loads, axis=1, keepdims=True), 1e-9)
+    alike = np.maximum(loads @ loads.T, 0.0).sum(axis=1)
+    per_block = np.maximum(alike, 1e-3) ** -2.0
+    place = np.minimum(np.arange(len(top_indices)) // size, num_blocks - 1)
+    weights = per_block[place]
+    return (weights / weights.mean()).astype(np.float32)
+
+
 def fit_layer(
     top_indices: np.ndarray,
     num_experts: int,
@@ -34,29 +59,75 @@ def fit_layer(
     ranks_per_node: int,
     load_tolerance: float,
     seed: int = 0,
+    num_starts: int | None = None,
 ) -> np.ndarray:
-    """[tokens, topk] experts -> [num_experts] ranks, exactly num_experts / expert_parallel_size on each."""
+    """[tokens, topk] experts -> [num_experts] ranks, exactly num_experts / expert_parallel_size on each.
+
+    Searches from contiguous placement and from `num_starts - 1` shuffled ones (default: more for few experts)
+    and keeps the one with the fewest rows, to nodes first where there are several.
+
+    Up to 32 experts the objective is the row count itself. Beyond, the tokens are too few for it: tokens are
+    weighted by `variety_weights`, and the row search adds the pair count, which overfits less.
+    """
     limit = load_limit(top_indices, num_experts, expert_parallel_size, load_tolerance)
-    matrix = co_selection(top_indices, num_experts)
+    few = num_experts <= _FEW_EXPERTS
+    weights = None if few else variety_weights(top_indices, num_experts)
+    matrix = co_selection(top_indices, num_experts, weights)
     selected = incidence(top_indices, num_experts)
-    ranks = contiguous_expert_to_rank(num_experts, expert_parallel_size)
-    num_nodes = expert_parallel_size // ranks_per_node
-    if num_nodes > 1:
-        ranks = _search_both(matrix, selected, ranks, ranks // ranks_per_node, num_nodes, limit, None)
+    contiguous = contiguous_expert_to_rank(num_experts, expert_parallel_size)
+    rng = np.random.default_rng(seed)
+    best, best_rows = contiguous, None
+    for start in range(num_starts or _default_starts(num_experts)):
+        ranks = contiguous if not start else _shuffled(contiguous, limit, rng)
+        ranks = _search_levels(matrix, selected, weights, ranks, ranks_per_node, limit)
+        rows = (count_rows(top_indices, ranks // ranks_per_node), count_rows(top_indices, ranks))
+        if best_rows is None or rows < best_rows:
+            best, best_rows = ranks, rows
+    return best
+
+
+def _default_starts(num_experts: int) -> int:
+    return 8 if num_experts <= _FEW_EXPERTS else 1
+
+
+def _shuffled(expert_to_rank: np.ndarray, limit, rng) -> np.ndarray:
+    """A far away placement that respects the limit: random swaps, each allowed by it."""
+    ranks = expert_to_rank.copy()
+    num_ranks = int(ranks.max()) + 1
+    loads = None if limit is None else np.bincount(ranks, weights=limit.loads, minlength=num_ranks)
+    for first, second in rng.integers(len(ranks), size=(4 * len(ranks), 2)):
+        p, q = ranks[first], ranks[second]
+        if limit is not None:
+            growth = limit.loads[second] - limit.loads[first]
+            if loads[p] + growth > limit.limit or loads[q] - growth > limit.limit:
+                continue
+            loads[p] += growth
+            loads[q] -= growth
+        ranks[first], ranks[second] = q, p
+    return ranks
+
+
+def _search_levels(matrix, selected, weights, ranks, ranks_per_node: int, limit) -> np.ndarray:
+    """Swaps between nodes for the fewest rows to nodes, then inside nodes for the fewest rows to ranks."""
+    num_ranks = int(ranks.max()) + 1
+    num_nodes = num_ranks // ranks_per_node
+    if num_nodes == 1:
+        return _search_both(matrix, selected, weights, ranks, ranks, num_ranks, limit, None)
 
     def same_node(current):
         nodes = current // ranks_per_node
         return nodes[:, None] == nodes[None, :]
 
-    return _search_both(
-        matrix, selected, ranks, ranks, expert_parallel_size, limit, same_node if num_nodes > 1 else None
-    )
+    ranks = _search_both(matrix, selected, weights, ranks, ranks // ranks_per_node, num_nodes, limit, None)
+    return _search_both(matrix, selected, weights, ranks, ranks, num_ranks, limit, same_node)
 
 
-def _search_both(matrix, selected, expert_to_rank, cluster, num_clusters, limit, allowed):
-    """Pair search, then exact rows, over clusters (nodes or ranks); the limit always acts on ranks."""
+def _search_both(matrix, selected, weights, expert_to_rank, cluster, num_clusters, limit, allowed):
+    """Pair search, then rows (with weights: rows and pairs), over clusters (nodes or ranks); the limit always acts on ranks."""
     num_ranks = int(expert_to_rank.max()) + 1
     pairs = PairObjective(matrix, cluster, num_clusters)
     ranks = search(pairs, expert_to_rank, num_ranks, limit, allowed)
-    rows = RowObjective(selected, None, pairs.cluster, num_clusters)
+    rows = RowObjective(selected, weights, pairs.cluster, num_clusters)
+    if weights is not None:
+        rows = SumObjective(rows, pairs)
     return search(rows, ranks, num_ranks, limit, allowed)

@@ -136,6 +136,27 @@ class RowObjective:
         return -float(row_weight @ (self.counts > 0.0).sum(axis=1))
 
 
+class SumObjective:
+    """The sum of two objectives over the same clusters, each swap made in both."""
+
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+
+    @property
+    def cluster(self) -> np.ndarray:
+        return self.first.cluster
+
+    def gains(self) -> np.ndarray:
+        return self.first.gains() + self.second.gains()
+
+    def swap(self, first: int, second: int) -> None:
+        self.first.swap(first, second)
+        self.second.swap(first, second)
+
+    def value(self) -> float:
+        return self.first.value() + self.second.value()
+
+
 def search(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, max_passes=8, depth=None):
     """Improves a placement by Kernighan-Lin passes of swaps until a pass gains nothing.
 
