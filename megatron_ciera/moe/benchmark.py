@@ -339,14 +339,15 @@ def _time_table(result: dict) -> str:
         return "parity failed, no times: " + json.dumps(result["errors"])
     lines = [f"{result['label']} {result['device']} {result['link_gb_s']:.1f} GB/s {result['link']}"]
     lines.append(
-        "variant             | rows/token | MB out | d+c fwd ms | d+c fwd+bwd ms | with experts ms | of stock"
+        "variant             | rows/token | MB out | fwd ms | fwd+bwd ms | + experts ms | of stock | peak MB"
     )
     stock = result["variants"][0]
     tokens = result["settings"]["tokens"] * result["settings"]["world"]
     for entry in result["variants"]:
         lines.append(
             f"{entry['variant']:19s} | {entry['rows'] / tokens:10.3f} | {entry['bytes'] / 1e6:6.1f} | "
-            f"{entry['dispatch_combine_forward_ms']:10.3f} | {entry['dispatch_combine_ms']:14.3f} | "
-            f"{entry['with_experts_ms']:15.3f} | {entry['dispatch_combine_ms'] / stock['dispatch_combine_ms']:.3f}"
+            f"{entry['dispatch_combine_forward_ms']:6.3f} | {entry['dispatch_combine_ms']:10.3f} | "
+            f"{entry['with_experts_ms']:12.3f} | {entry['dispatch_combine_ms'] / stock['dispatch_combine_ms']:8.3f} | "
+            f"{entry.get('dispatch_combine_peak_mb', 0):7.0f}"
         )
     return "\n".join(lines)

@@ -52,8 +52,8 @@ class ReceivePlan:
 
 def count(routing_map: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, E] bool -> ([EP] rows for each rank, [E] assignments for each expert), int64. No host sync."""
-    tokens, experts = routing_map.shape
-    hits = routing_map.view(tokens, num_ranks, experts // num_ranks).any(2)
+    experts = routing_map.shape[1]
+    hits = routing_map.unflatten(1, (num_ranks, experts // num_ranks)).any(2)
     return hits.sum(0), routing_map.sum(0)
 
 
@@ -69,7 +69,7 @@ def plan_send(routing_map: torch.Tensor, num_ranks: int, topk: int) -> SendPlan:
     tokens, experts = routing_map.shape
     local = experts // num_ranks
     rows, assignments = tokens * min(topk, num_ranks), tokens * topk
-    grouped = routing_map.view(tokens, num_ranks, local)
+    grouped = routing_map.unflatten(1, (num_ranks, local))
     hits = grouped.any(2)
     row_of_hit = running_position(hits.T).T
     token_ids = torch.arange(tokens, device=routing_map.device)

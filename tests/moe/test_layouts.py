@@ -76,3 +76,34 @@ def test_layout(tmp_path, name):
         batch = 8 if "pipeline" in name else 4
         assert metrics["moe/tokens"] == (decoder + mtp) * batch * 64
     assert digests(stock) == digests(ours)
+
+
+CLUSTER = """
+cluster:
+  gpu: none
+  nodes: 2
+  gpus_per_node: 2
+  memory_bandwidth_gb_s: 10
+  intra_node: {bandwidth_gb_s: 10, latency_us: 1}
+  inter_node: {bandwidth_gb_s: 1, latency_us: 1}
+"""
+
+
+@pytest.mark.slow
+def test_two_nodes_on_one_machine(tmp_path):
+    """The config says that two ranks make a node: rows take two hops, with the bits of stock."""
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    words = [*FLAGS, "--expert-model-parallel-size", "4"]
+    stock = launch(tmp_path / "stock", 4, words).check()
+    config = ["--config", tmp_path / "cluster.yaml", "--dedup-dispatch"]
+    ours = launch(tmp_path / "ours", 4, [*words, *config]).check()
+    assert "span 2 nodes of 2 ranks" in ours.output and "two-hop deduplicating dispatcher" in ours.output
+    assert [record["losses"] for record in ours.iterations] == [
+        record["losses"] for record in stock.iterations
+    ]
+    assert digests(stock) == digests(ours)
+    for record in ours.iterations:
+        metrics = record["metrics"]
+        assert metrics["moe/bytes_intra_node"] > 0 < metrics["moe/bytes_inter_node"]
+        # A row that leaves the node may go to either of two ranks there: fewer than one for each rank.
+        assert metrics["moe/bytes_inter_node"] < 2 * 128 * metrics["moe/rows_distinct"]
