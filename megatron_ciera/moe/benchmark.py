@@ -344,10 +344,11 @@ def _time_table(result: dict) -> str:
     stock = result["variants"][0]
     tokens = result["settings"]["tokens"] * result["settings"]["world"]
     for entry in result["variants"]:
+        of_stock = entry["dispatch_combine_ms"] / stock["dispatch_combine_ms"]
         lines.append(
             f"{entry['variant']:19s} | {entry['rows'] / tokens:10.3f} | {entry['bytes'] / 1e6:6.1f} | "
             f"{entry['dispatch_combine_forward_ms']:6.3f} | {entry['dispatch_combine_ms']:10.3f} | "
-            f"{entry['with_experts_ms']:12.3f} | {entry['dispatch_combine_ms'] / stock['dispatch_combine_ms']:8.3f} | "
+            f"{entry['with_experts_ms']:12.3f} | {of_stock:8.3f} | "
             f"{entry.get('dispatch_combine_peak_mb', 0):7.0f}"
         )
     return "\n".join(lines)
