@@ -128,3 +128,20 @@ def round_trip(codec, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     assert torch.equal(target, new_words)
     assert payload.numel() <= codec.bound(new.size)
     return payload.cpu().numpy()
+
+
+def damaged(payload: np.ndarray, seed: int = 0, count: int = 24):
+    """Damaged copies of a payload that must all be noticed: cut short, bits flipped everywhere, garbage behind the
+    header, another payload's header."""
+    rng = np.random.default_rng(seed)
+    for end in (0, 1, 63, 64, 80, payload.size // 4 * 2, payload.size - 16):
+        yield payload[: max(end, 0)].copy()
+    front = 64 + 12  # header fields that a decoder does not need (the size) may be anything
+    for place in np.concatenate([[0, 4, 5, 6, 7, 8, 64, 68], rng.integers(front, payload.size - 16, count)]):
+        changed = payload.copy()
+        changed[place] ^= np.uint8(1 << rng.integers(8))
+        yield changed
+    for start in (64, 84, 200, payload.size // 2):
+        changed = payload.copy()
+        changed[start:] = rng.integers(0, 256, payload.size - start, dtype=np.uint8)
+        yield changed

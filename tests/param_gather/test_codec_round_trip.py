@@ -7,7 +7,7 @@ from codec_cases import DTYPES, SIZES, noise, patterns, round_trip, to_words, tr
 
 from megatron_ciera.param_gather.codec import CODECS, make_codec, new_flags
 
-CODERS = ("ans",)
+CODERS = ("ans", "packed")
 
 
 @pytest.mark.parametrize("coder", CODERS)
@@ -18,7 +18,8 @@ def test_hard_patterns_of_all_sizes(name, coder, dtype):
     for size in SIZES:
         for pattern, (old, new) in patterns(size, dtype).items():
             payload = round_trip(codec, old, new)
-            assert pattern or payload.size
+            if pattern == "unchanged" and name == "delta":
+                assert payload.size <= 160 + 0.2 * new.nbytes
 
 
 @pytest.mark.parametrize("coder", CODERS)

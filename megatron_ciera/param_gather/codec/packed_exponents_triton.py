@@ -36,7 +36,7 @@ class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
             if len(part):
                 encode_exponents[(len(part),)](
                     table, part.segment, part.index, sizes, self.multipliers, **self.format, FULL=full,
-                    ALIGNED=is_aligned(words), num_warps=self.encode_warps,
+                    ALIGNED=is_aligned(words), **self.encode_options,
                 )  # fmt: skip
         write_totals[(len(words),)](table, sizes, num_warps=1)
 
@@ -48,5 +48,5 @@ class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
             if len(part):
                 decode_exponents[(len(part),)](
                     table, part.segment, part.index, flags, self.multipliers, self.identity, self.block_size,
-                    **self.format, FULL=full, ALIGNED=is_aligned(words), num_warps=self.decode_warps,
+                    **self.format, FULL=full, ALIGNED=is_aligned(words), **self.decode_options,
                 )  # fmt: skip

@@ -25,7 +25,8 @@ def check_outs(codec, words: Sequence[torch.Tensor], outs: Sequence[torch.Tensor
 class TritonPlans:
     """What a codec of kernels keeps: block lists for the lengths seen, and constants in device memory."""
 
-    encode_warps, decode_warps = 8, 8
+    encode_options = {"num_warps": 4}
+    decode_options = {"num_warps": 4}
 
     def prepare(self) -> None:
         self.kept_blocks = Kept()
@@ -95,7 +96,7 @@ class PackedDeltaTriton(TritonPlans, PackedDelta):
                 encode_blocks[(len(part),)](
                     table, part.segment, part.index, centres, sizes, self.multipliers, **self.widths_of_format,
                     CHUNK=self.shape.chunk, REGION_BLOCKS=REGION_BLOCKS, FULL=full, ALIGNED=aligned,
-                    num_warps=self.encode_warps,
+                    **self.encode_options,
                 )  # fmt: skip
         write_totals[(len(words),)](table, sizes, num_warps=1)
 
@@ -108,5 +109,5 @@ class PackedDeltaTriton(TritonPlans, PackedDelta):
                 decode_blocks[(len(part),)](
                     table, part.segment, part.index, flags, self.multipliers, self.identity, self.block_size,
                     **self.widths_of_format, CHUNK=self.shape.chunk, FULL=full, ALIGNED=is_aligned(words),
-                    num_warps=self.decode_warps,
+                    **self.decode_options,
                 )  # fmt: skip

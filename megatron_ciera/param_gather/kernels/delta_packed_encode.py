@@ -124,6 +124,22 @@ def choose_centres(
 
 
 @triton.jit
+def store_escapes(
+    base, new_words, escaped, row_rank, WORD32: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Escaped values (bool [R, 8]) as position and word, in order; ``row_rank``: escapes in earlier rows, int32 [R]."""
+    CHUNK: tl.constexpr = 8 // CHUNKS
+    each = tl.reshape(escaped.to(tl.int32), [ROWS, CHUNKS, CHUNK])
+    in_chunk = tl.sum(each, 2)
+    chunk_rank = tl.cumsum(in_chunk, 1) - in_chunk + row_rank[:, None]
+    rank = chunk_rank[:, :, None] + tl.cumsum(each, 2) - 1
+    flat = tl.reshape(rank, [ROWS, 8])
+    position = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    half = upper_half(tl.load(new_words + position, mask=escaped, other=0), WORD32)
+    tl.store(base + flat, (position | (half << 16)).to(tl.uint32, bitcast=True), mask=escaped)
+
+
+@triton.jit
 def encode_blocks(
     table,
     block_segment,
@@ -214,14 +230,23 @@ def encode_blocks(
     tl.store(descriptor, (offset // 4).to(tl.uint32))
     tl.store(descriptor + 1, mode.to(tl.uint32) | (centre.to(tl.uint32) << 16))
     body = out_words + offset // 4
+    # Words are loaded again below: registers are scarcer than reads that hit the cache.
+    padded = length if WORD32 else length + (length & 1)
     if (changed != 0) & is_raw:
         raw_body = (out + offset).to(tl.pointer_type(tl.int32 if WORD32 else tl.int16))
-        padded = length if WORD32 else length + (length & 1)
-        tl.store(raw_body + position, new, mask=position < padded)
+        raw = tl.load(new_words + start + position, mask=position < length, other=0)
+        tl.store(raw_body + position, raw, mask=position < padded)
     if (changed != 0) & (is_raw == 0):
         flag_bits = tl.where(plain, 0, 1 << tl.arange(0, 8)[None, :])
         flags = body.to(tl.pointer_type(tl.uint8), bitcast=True)
         tl.store(flags + row, tl.sum(flag_bits, 1).to(tl.uint8), mask=row < 4 * flag_words)
+        escapes = body + flag_words + code_words
+        if num_escapes > 0:
+            store_escapes(escapes, new_words + start, escaped, before >> BITS_FIELD, WORD32, CHUNKS, ROWS)
+        if WORD32:
+            low = (escapes + num_escapes).to(tl.pointer_type(tl.int16), bitcast=True)
+            again = tl.load(new_words + start + position, mask=position < length, other=0)
+            tl.store(low + position, again.to(tl.int16), mask=position < length + (length & 1))
         store_bit_stream(
             body + flag_words,
             split_chunks(chunk.to(tl.uint32, bitcast=True), CHUNKS),
@@ -231,13 +256,6 @@ def encode_blocks(
             CHUNKS,
             ROWS,
         )
-        escapes = body + flag_words + code_words
-        if num_escapes > 0:
-            rank = (before >> BITS_FIELD)[:, None] + tl.cumsum(escaped.to(tl.int32), 1) - 1
-            tl.store(escapes + rank, (position | (new_half << 16)).to(tl.uint32, bitcast=True), mask=escaped)
-        if WORD32:
-            low = (escapes + num_escapes).to(tl.pointer_type(tl.int16), bitcast=True)
-            tl.store(low + position, new.to(tl.int16), mask=position < length + (length & 1))
 
 
 @triton.jit
