@@ -49,5 +49,5 @@ def fewest_rows(top_indices: np.ndarray, num_experts: int, num_ranks: int, load_
         if best is None or rows < best_rows:
             best, best_rows = expert_to_rank, rows
     if best is None:
-        raise ValueError(f"no placement keeps every rank under {load_limit.limit} assignments")
+        raise ValueError(f"no placement keeps every rank under {load_limit.limits.tolist()} assignments")
     return best

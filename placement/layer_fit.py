@@ -9,6 +9,9 @@ from placement.swap_search import LoadLimit, PairObjective, RowObjective, SumObj
 
 _FEW_EXPERTS = 32
 _VARIETY_BLOCK = 256
+_PARTS = 4
+_AGREEMENT_POWER = 0.7
+_PART_SLACK = 0.25
 
 
 def to_physical_map(expert_to_rank: np.ndarray, num_local_experts: int) -> np.ndarray:
@@ -21,21 +24,29 @@ def to_physical_map(expert_to_rank: np.ndarray, num_local_experts: int) -> np.nd
 
 
 def load_limit(top_indices, num_experts: int, expert_parallel_size: int, tolerance: float):
-    """The LoadLimit of one layer: contiguous max/mean + tolerance on these tokens; None for infinity."""
+    """The LoadLimit of one layer: contiguous max/mean + tolerance on these tokens; None for infinity.
+
+    Beyond 32 experts each of four consecutive parts of the tokens has a limit of its own, 0.25 wider, so that
+    experts that are popular in the same text do not gather on one rank.
+    """
     if np.isinf(tolerance):
         return None
-    loads = expert_counts(top_indices, num_experts).astype(np.float64)
-    contiguous = contiguous_expert_to_rank(num_experts, expert_parallel_size)
-    per_rank = np.bincount(contiguous, weights=loads, minlength=expert_parallel_size)
-    return LoadLimit(loads, (load_ratio(per_rank) + tolerance) * per_rank.mean())
+    parts = [top_indices]
+    if num_experts > _FEW_EXPERTS and len(top_indices) >= _PARTS:
+        parts += np.array_split(top_indices, _PARTS)
+    loads = np.array([expert_counts(part, num_experts) for part in parts], dtype=np.float64)
+    per_rank = loads.reshape(len(parts), expert_parallel_size, -1).sum(axis=2)
+    ratios = np.array([load_ratio(part) for part in per_rank])
+    slack = np.where(np.arange(len(parts)) > 0, _PART_SLACK, 0.0)
+    return LoadLimit(loads, (ratios + tolerance + slack) * per_rank.mean(axis=1))
 
 
 def variety_weights(top_indices: np.ndarray, num_experts: int) -> np.ndarray:
-    """[tokens] float32, mean 1: less for text that the fit tokens hold much of, more for what is rare in them.
+    """[tokens] float32, mean 1: less for text that is common in the fit tokens, more for what is rare.
 
-    A few thousand tokens come from a few documents, and documents alike say the same thing several times. Each
-    block of 256 tokens is weighted by the inverse square of how much its expert loads resemble those of all
-    blocks (correlation of square roots of loads, negative ones as none).
+    A few thousand tokens come from a few documents, and documents alike say the same thing several times.
+    Each block of 256 tokens is weighted by the inverse square of how much its expert loads resemble those of
+    all blocks (correlation of square roots of loads, negative ones as none).
     """
     size = _VARIETY_BLOCK
     num_blocks = len(top_indices) // size
@@ -52,6 +63,18 @@ def variety_weights(top_indices: np.ndarray, num_experts: int) -> np.ndarray:
     return (weights / weights.mean()).astype(np.float32)
 
 
+def agreeing_pairs(top_indices: np.ndarray, num_experts: int) -> np.ndarray:
+    """Co-selection in which pairs that several parts of the tokens agree on count more than those of one.
+
+    [num_experts, num_experts] float32: sum over four consecutive parts of count ** 0.7, scaled to the same
+    total as the counts.
+    """
+    parts = [co_selection(part, num_experts) for part in np.array_split(top_indices, _PARTS)]
+    matrix = sum(part**_AGREEMENT_POWER for part in parts)
+    total = float(sum(part.sum() for part in parts))
+    return (matrix * (total / max(float(matrix.sum()), 1.0))).astype(np.float32)
+
+
 def fit_layer(
     top_indices: np.ndarray,
     num_experts: int,
@@ -66,13 +89,13 @@ def fit_layer(
     Searches from contiguous placement and from `num_starts - 1` shuffled ones (default: more for few experts)
     and keeps the one with the fewest rows, to nodes first where there are several.
 
-    Up to 32 experts the objective is the row count itself. Beyond, the tokens are too few for it: tokens are
-    weighted by `variety_weights`, and the row search adds the pair count, which overfits less.
+    Up to 32 experts the objective is the row count itself. Beyond, the tokens are too few for it: pairs are
+    counted by `agreeing_pairs`, rows weighted by `variety_weights`, and the second search gains on their sum.
     """
     limit = load_limit(top_indices, num_experts, expert_parallel_size, load_tolerance)
     few = num_experts <= _FEW_EXPERTS
     weights = None if few else variety_weights(top_indices, num_experts)
-    matrix = co_selection(top_indices, num_experts, weights)
+    matrix = co_selection(top_indices, num_experts) if few else agreeing_pairs(top_indices, num_experts)
     selected = incidence(top_indices, num_experts)
     contiguous = contiguous_expert_to_rank(num_experts, expert_parallel_size)
     rng = np.random.default_rng(seed)
@@ -94,15 +117,15 @@ def _shuffled(expert_to_rank: np.ndarray, limit, rng) -> np.ndarray:
     """A far away placement that respects the limit: random swaps, each allowed by it."""
     ranks = expert_to_rank.copy()
     num_ranks = int(ranks.max()) + 1
-    loads = None if limit is None else np.bincount(ranks, weights=limit.loads, minlength=num_ranks)
+    loads = None if limit is None else limit.rank_loads(ranks, num_ranks)
     for first, second in rng.integers(len(ranks), size=(4 * len(ranks), 2)):
         p, q = ranks[first], ranks[second]
         if limit is not None:
-            growth = limit.loads[second] - limit.loads[first]
-            if loads[p] + growth > limit.limit or loads[q] - growth > limit.limit:
+            growth = limit.loads[:, second] - limit.loads[:, first]
+            if (loads[:, p] + growth > limit.limits).any() or (loads[:, q] - growth > limit.limits).any():
                 continue
-            loads[p] += growth
-            loads[q] -= growth
+            loads[:, p] += growth
+            loads[:, q] -= growth
         ranks[first], ranks[second] = q, p
     return ranks
 
@@ -123,7 +146,10 @@ def _search_levels(matrix, selected, weights, ranks, ranks_per_node: int, limit)
 
 
 def _search_both(matrix, selected, weights, expert_to_rank, cluster, num_clusters, limit, allowed):
-    """Pair search, then rows (with weights: rows and pairs), over clusters (nodes or ranks); the limit always acts on ranks."""
+    """Pair search, then rows (with weights: rows and pairs), over clusters (nodes or ranks).
+
+    The limit always acts on ranks.
+    """
     num_ranks = int(expert_to_rank.max()) + 1
     pairs = PairObjective(matrix, cluster, num_clusters)
     ranks = search(pairs, expert_to_rank, num_ranks, limit, allowed)

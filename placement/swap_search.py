@@ -17,26 +17,33 @@ _FORBIDDEN = np.float32(-np.inf)
 
 @dataclass
 class LoadLimit:
-    """Keeps the heaviest rank at or under `limit` assignments.
+    """Keeps the heaviest rank at or under a limit, for one or several sets of tokens at once.
 
-    `loads`: [num_experts] assignments of each expert; ranks are those of `expert_to_rank`, which the search
-    updates. A swap that makes a rank heavier than the limit is not allowed.
+    `loads`: [sets, num_experts] assignments of each expert; `limits`: [sets] largest load of a rank. A swap
+    that makes a rank heavier than a limit is not allowed.
     """
 
     loads: np.ndarray
-    limit: float
+    limits: np.ndarray
+
+    def rank_loads(self, expert_to_rank: np.ndarray, num_ranks: int) -> np.ndarray:
+        """[sets, num_ranks] assignments of each rank."""
+        return np.stack([np.bincount(expert_to_rank, weights=w, minlength=num_ranks) for w in self.loads])
 
     def respected(self, expert_to_rank: np.ndarray, num_ranks: int) -> bool:
-        """True when no rank is over the limit."""
-        rank_loads = np.bincount(expert_to_rank, weights=self.loads, minlength=num_ranks)
-        return bool(rank_loads.max() <= self.limit + 1e-9)
+        """True when no rank is over a limit."""
+        loads = self.rank_loads(expert_to_rank, num_ranks)
+        return bool((loads.max(axis=1) <= self.limits + 1e-9).all())
 
     def allowed(self, expert_to_rank: np.ndarray, num_ranks: int) -> np.ndarray:
-        """[num_experts, num_experts] bool: swaps after which both ranks respect the limit."""
-        rank_loads = np.bincount(expert_to_rank, weights=self.loads, minlength=num_ranks)
-        room = (self.limit - rank_loads)[expert_to_rank]
-        growth = self.loads[None, :] - self.loads[:, None]
-        return (growth <= room[:, None] + 1e-9) & (-growth <= room[None, :] + 1e-9)
+        """[num_experts, num_experts] bool: swaps after which both ranks respect the limits."""
+        allowed = np.ones((len(expert_to_rank), len(expert_to_rank)), dtype=bool)
+        rank_loads = self.rank_loads(expert_to_rank, num_ranks)
+        for loads, limit, ranks in zip(self.loads, self.limits, rank_loads, strict=True):
+            room = (limit - ranks)[expert_to_rank] + 1e-9
+            growth = loads[None, :] - loads[:, None]
+            allowed &= (growth <= room[:, None]) & (-growth <= room[None, :])
+        return allowed
 
 
 class PairObjective:

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def load_tables(path, placement) -> list[LayerTables | None] | None:
     try:
         with np.load(path) as stored:
             arrays = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise ValueError(f"prediction tables {path}: damaged ({error}); fit the placement again") from None
     found = (int(arrays.get("version", -1)), int(arrays.get("num_layers", -1)))
     if found != (_VERSION, len(placement.layers)):
