@@ -1,10 +1,11 @@
-"""Codec benchmark: parity first, then encode and decode speed and bits a value, by size; and the cost of checking.
+"""Codec benchmark: parity first, then encode and decode speed and bits a value, by size; and the cost of
+checking.
 
-Speeds are raw-equivalent: bytes of the parameters over the time of the whole encode (difference, coding, placing) or
-of the whole decode-and-apply (hash check and store included). Nothing is printed as a result when a round trip is not
-bit-exact. Words are pairs before/after an optimizer step: two snapshots given as arguments, grown to each size by
-copies whose values are shuffled (pairs stay together), so that no run of bytes repeats; else Gaussian weights and an
-Adam-like step.
+Speeds are raw-equivalent: bytes of the parameters over the time of the whole encode (difference, coding,
+placing) or of the whole decode-and-apply (hash check and store included). Nothing is printed as a result when
+a round trip is not bit-exact. Words are pairs before/after an optimizer step: two snapshots given as
+arguments, grown to each size by copies whose values are shuffled (pairs stay together), so that no run of
+bytes repeats; else Gaussian weights and an Adam-like step.
 """
 
 import argparse
@@ -87,7 +88,8 @@ def grow(pairs, count: int, unchanged: float, device) -> tuple[torch.Tensor, tor
 
 
 def seconds(device, work, prepare=lambda: None) -> float:
-    """Median time of ``work`` on an idle device; ``prepare`` runs before each repeat, outside the measured time."""
+    """Median time of ``work`` on an idle device; ``prepare`` runs before each repeat, outside the measured
+    time."""
     times = []
     for repeat in range(REPEATS + 2):
         prepare()
@@ -127,14 +129,18 @@ def measure(codec, old: torch.Tensor, new: torch.Tensor) -> dict:
     encode = seconds(device, lambda: codec.encode(new, state, out, size))
     decode = seconds(device, lambda: codec.decode_apply(payload, target, flags), lambda: target.copy_(old))
     return {
-        "codec": codec.name, "coder": codec.coder_name, "megabytes": nbytes / 1e6,
+        "codec": codec.name,
+        "coder": codec.coder_name,
+        "megabytes": nbytes / 1e6,
         "bits_per_value": 8 * payload.numel() / new.numel(),
-        "encode_gb_s": nbytes / encode / 1e9, "decode_gb_s": nbytes / decode / 1e9,
-    }  # fmt: skip
+        "encode_gb_s": nbytes / encode / 1e9,
+        "decode_gb_s": nbytes / decode / 1e9,
+    }
 
 
 def check_cost(codec, old: torch.Tensor) -> list[dict]:
-    """The paper's Observation 5: milliseconds an iteration of hashing all exponents at check intervals 1 to 10."""
+    """The paper's Observation 5: milliseconds an iteration of hashing all exponents at check intervals 1 to
+    10."""
     state = codec.new_state(old)
     cost = []
     for interval in CHECK_INTERVALS:
@@ -163,9 +169,14 @@ def main(argv=None) -> int:
     say = (lambda *_: None) if args.json else print
     report = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, one thread",
-        "torch": torch.__version__, "data": args.snapshots or "synthetic", "unchanged": args.unchanged, "parity": True,
-        "results": [], "skipped": [], "check": None,
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "data": args.snapshots or "synthetic",
+        "unchanged": args.unchanged,
+        "parity": True,
+        "results": [],
+        "skipped": [],
+        "check": None,
+    }
     codecs = []
     for name in args.codec or CODECS:
         for coder in args.coder or ("ans", "packed"):
@@ -180,13 +191,17 @@ def main(argv=None) -> int:
         for codec in codecs:
             row = measure(codec, old, new)
             report["results"].append(row)
-            say(f"{row['codec']:16}{row['coder']:8}{row['megabytes']:8.0f}{row['bits_per_value']:12.3f}"
-                f"{row['encode_gb_s']:13.2f}{row['decode_gb_s']:13.2f}")  # fmt: skip
+            say(
+                f"{row['codec']:16}{row['coder']:8}{row['megabytes']:8.0f}{row['bits_per_value']:12.3f}"
+                f"{row['encode_gb_s']:13.2f}{row['decode_gb_s']:13.2f}"
+            )
     hashed = [codec for codec in codecs if codec.name == "exponent-reuse"]
     if hashed:
         report["check"] = {"megabytes": old.numel() * 2 / 1e6, "intervals": check_cost(hashed[-1], old)}
-        say(f"checking exponents of {old.numel() * 2 / 1e6:.0f} MB, ms an iteration at intervals 1-10: "
-            + " ".join(f"{row['milliseconds']:.3f}" for row in report["check"]["intervals"]))  # fmt: skip
+        say(
+            f"checking exponents of {old.numel() * 2 / 1e6:.0f} MB, ms an iteration at intervals 1-10: "
+            + " ".join(f"{row['milliseconds']:.3f}" for row in report["check"]["intervals"])
+        )
     if args.json:
         json.dump(report, sys.stdout)
         print()

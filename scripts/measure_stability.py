@@ -1,7 +1,7 @@
 """How much of the weights changes between two consecutive snapshots, and what each codec would send for it.
 
-BEFORE and AFTER are `.npz` of uint16 bf16 bits, `.pt`, safetensors, or Megatron torch_dist checkpoints. Every codec
-really encodes and decodes every tensor; the exit status is 1 if one bit comes out wrong.
+BEFORE and AFTER are `.npz` of uint16 bf16 bits, `.pt`, safetensors, or Megatron torch_dist checkpoints. Every
+codec really encodes and decodes every tensor; the exit status is 1 if one bit comes out wrong.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Hard inputs for codecs, as named pairs (old words, new words), and the round trip that every codec must survive."""
+"""Hard inputs for codecs, as named pairs (old words, new words), and the round trip that every codec must
+survive."""
 
 import numpy as np
 import torch
 
 from megatron_ciera.param_gather.codec import new_flags
 
-SIZES = (0, 1, 2, 511, 512, 513, 4095, 4096, 4097, 8191, 12289)
+SIZES = (0, 1, 2, 511, 512, 513, 2047, 2048, 2049, 4099, 8191)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORD = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
 
@@ -31,7 +32,8 @@ def training_pair(count: int, dtype: torch.dtype, learning_rate: float = 3e-4, s
 
 
 def special_words(dtype: torch.dtype) -> np.ndarray:
-    """±0, smallest and largest denormals, ±Inf, quiet and signalling NaNs with payloads, extremes of the word."""
+    """±0, smallest and largest denormals, ±Inf, quiet and signalling NaNs with payloads, extremes of the
+    word."""
     if dtype is torch.bfloat16:
         words = [
             0x0000,
@@ -131,8 +133,8 @@ def round_trip(codec, old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def damaged(payload: np.ndarray, seed: int = 0, count: int = 24):
-    """Damaged copies of a payload that must all be noticed: cut short, bits flipped everywhere, garbage behind the
-    header, another payload's header."""
+    """Damaged copies of a payload that must all be noticed: cut short, bits flipped everywhere, garbage
+    behind the header, another payload's header."""
     rng = np.random.default_rng(seed)
     for end in (0, 1, 63, 64, 80, payload.size // 4 * 2, payload.size - 16):
         yield payload[: max(end, 0)].copy()

@@ -17,16 +17,20 @@ def test_damaged_payloads_are_flagged_before_anything_is_stored(name, coder, dty
     codec = make_codec(name, coder, dtype)
     old, new = training_pair(20_000, dtype)
     before, after = to_words(old).split(HASH_BLOCK), to_words(new).split(HASH_BLOCK)
+    noticed = 0
     for payload in damaged(round_trip(codec, old, new)):
         target, flags = to_words(old), new_flags(1, "cpu")
         codec.decode_apply(torch.from_numpy(payload), target, flags)
         bad = [
             not torch.equal(got, right) for got, right in zip(target.split(HASH_BLOCK), after, strict=True)
         ]
-        assert sum(bad) == int(flags[0, 0]) > 0
-        assert bad.index(True) == int(flags[0, 1])
+        # A flipped bit may be one that no decoder uses: what counts is that wrong words are never stored.
+        assert sum(bad) == int(flags[0, 0])
+        assert int(flags[0, 1]) == (bad.index(True) if any(bad) else NO_BAD_BLOCK)
+        noticed += any(bad)
         for got, kept, is_bad in zip(target.split(HASH_BLOCK), before, bad, strict=True):
             assert not is_bad or torch.equal(got, kept)
+    assert noticed > 30
 
 
 @pytest.mark.parametrize("coder", CODERS)

@@ -19,7 +19,8 @@ SETTINGS = settings(
 
 @st.composite
 def word_pairs(draw):
-    """Words before and after, mixed from training steps, noise, special values and stretches without a change."""
+    """Words before and after, mixed from training steps, noise, special values and stretches without a
+    change."""
     dtype = draw(st.sampled_from(DTYPES))
     size = draw(st.integers(0, 6000) | st.sampled_from((4093, 4099, 8191, 10007)))
     seed = draw(st.integers(0, 2**16))

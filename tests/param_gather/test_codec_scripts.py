@@ -72,8 +72,15 @@ def test_stability_is_the_same_from_every_kind_of_snapshot(snapshots):
 
 
 def test_stability_draws_a_picture_and_a_table(snapshots):
-    run = run_script("measure_stability.py", str(snapshots / "before.npz"), str(snapshots / "after.npz"),
-                     "--block-size", "256", "--plot", str(snapshots / "picture.png"))  # fmt: skip
+    run = run_script(
+        "measure_stability.py",
+        str(snapshots / "before.npz"),
+        str(snapshots / "after.npz"),
+        "--block-size",
+        "256",
+        "--plot",
+        str(snapshots / "picture.png"),
+    )
     assert run.returncode == 0, run.stderr
     assert "block 256" in run.stdout and "bit-exact" in run.stdout
     assert (snapshots / "picture.png").read_bytes()[:4] == b"\x89PNG"
@@ -86,8 +93,16 @@ def test_stability_refuses_snapshots_of_two_models(snapshots):
 
 
 def test_benchmark_reports_every_codec(snapshots):
-    run = run_script("bench_codec.py", str(snapshots / "before.npz"), str(snapshots / "after.npz"), "--sizes-mb", "0.05",
-                     "--device", "cpu", "--json")  # fmt: skip
+    run = run_script(
+        "bench_codec.py",
+        str(snapshots / "before.npz"),
+        str(snapshots / "after.npz"),
+        "--sizes-mb",
+        "0.05",
+        "--device",
+        "cpu",
+        "--json",
+    )
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     assert report["parity"] is True and not report["skipped"]

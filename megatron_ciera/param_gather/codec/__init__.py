@@ -25,10 +25,12 @@ __all__ = [
 def make_codec(
     name: str, coder: str, dtype: torch.dtype, block_size: int = 512, device: torch.device | str = "cpu"
 ) -> Codec:
-    """The codec ``name`` ('exponent-reuse' or 'delta') with entropy coder ``coder`` for parameters of ``dtype``.
+    """The codec ``name`` ('exponent-reuse' or 'delta') with entropy coder ``coder`` for parameters of
+    ``dtype``.
 
-    ``block_size``: values of one exponent block, used by `exponent-reuse`, checked by both ends in every payload.
-    ``coder`` 'auto' picks the coder that is fastest to decode on ``device``. ValueError for anything unknown.
+    ``block_size``: values of one exponent block, used by `exponent-reuse`, checked by both ends in every
+    payload. ``coder`` 'auto' picks the coder that is fastest to decode on ``device``. ValueError for anything
+    unknown.
     """
     device = torch.device(device)
     if name not in CODECS:
@@ -44,8 +46,8 @@ def make_codec(
 
 def _cpu_codec(name: str, coder: str) -> type[Codec]:
     if coder == "packed":
-        from .packed_exponents import PackedExponentReuse
         from .packed_delta import PackedDelta
+        from .packed_exponents import PackedExponentReuse
 
         return {"delta": PackedDelta, "exponent-reuse": PackedExponentReuse}[name]
     from .delta_cpu import DeltaCpu

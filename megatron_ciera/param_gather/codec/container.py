@@ -1,4 +1,5 @@
-"""The payload around every codec's body: header, verification hashes, raw mode. Byte layout: docs/codec.md."""
+"""The payload around every codec's body: header, verification hashes, raw mode. Byte layout:
+docs/codec.md."""
 
 from dataclasses import dataclass
 
@@ -89,7 +90,8 @@ def write_payload(
 
 
 def read_header(payload: np.ndarray, layout: Layout, num_values: int) -> np.ndarray:
-    """The parsed header, after every field was checked against what this receiver expects. PayloadError if not."""
+    """The parsed header, after every field was checked against what this receiver expects. PayloadError if
+    not."""
     if payload.size < body_offset(num_values):
         raise PayloadError(f"payload of {payload.size} bytes is shorter than its header and hashes")
     header = payload[:HEADER_BYTES].view(HEADER)[0]

@@ -1,4 +1,5 @@
-"""What both CPU codecs share: loops over segments, raw mode, and the check of every hash block before it is stored."""
+"""What both CPU codecs share: loops over segments, raw mode, and the check of every hash block before it is
+stored."""
 
 from abc import abstractmethod
 
@@ -29,7 +30,8 @@ def flag_bad_blocks(flag: torch.Tensor, bad: np.ndarray) -> None:
 class CpuCodec(Codec):
     """Subclasses turn words and base into a body and back; a body covers the segment in *chunks*.
 
-    ``chunk_values`` values (a multiple of HASH_BLOCK) are decoded on their own, so damage stays inside a chunk.
+    ``chunk_values`` values (a multiple of HASH_BLOCK) are decoded on their own, so damage stays inside a
+    chunk.
     """
 
     chunk_values = 1 << 18
@@ -40,7 +42,8 @@ class CpuCodec(Codec):
 
     @abstractmethod
     def encode_body(self, words: np.ndarray, state: np.ndarray) -> tuple[np.ndarray | None, tuple[int, ...]]:
-        """Body bytes (uint8) and header extras for a non-empty segment, or None where raw mode is the better choice."""
+        """Body bytes (uint8) and header extras for a non-empty segment, or None where raw mode is the better
+        choice."""
 
     @abstractmethod
     def decode_body(self, body: np.ndarray, extra: np.ndarray, base: np.ndarray):

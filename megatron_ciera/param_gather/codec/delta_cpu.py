@@ -1,8 +1,9 @@
-"""`delta` on CPU: entropy-coded differences of order-preserving codes, each coded by the exponent of its old word.
+"""`delta` on CPU: entropy-coded differences of order-preserving codes, each coded by the exponent of its old
+word.
 
-The old exponent says how large a step of the last place is against the weight update, so every old exponent gets its
-own stream (`streams.py`). fp32 words are two halves: the upper one is a bf16 word and coded like one, the lower one
-is sent as its xor with the old half. Body bytes: docs/codec.md.
+The old exponent says how large a step of the last place is against the weight update, so every old exponent
+gets its own stream (`streams.py`). fp32 words are two halves: the upper one is a bf16 word and coded like
+one, the lower one is sent as its xor with the old half. Body bytes: docs/codec.md.
 """
 
 import struct
@@ -19,7 +20,8 @@ _TOP_SHARE = 0.01  # exponents above the top context hold less than this share o
 
 
 def upper_half(words: np.ndarray, fmt: WordFormat) -> tuple[np.ndarray, WordFormat]:
-    """The 16-bit words to difference: the words themselves, or the upper halves of fp32 words, which are bf16."""
+    """The 16-bit words to difference: the words themselves, or the upper halves of fp32 words, which are
+    bf16."""
     if fmt.itemsize == 2:
         return words, fmt
     return (words >> np.uint32(16)).astype(np.uint16), FORMATS[torch.bfloat16]

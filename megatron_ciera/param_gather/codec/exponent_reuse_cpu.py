@@ -1,8 +1,9 @@
 """`exponent-reuse` on CPU: the CIERA paper's Algorithm 1. Body bytes: docs/codec.md.
 
-Sender: split each word into exponent and sign+mantissa; a block whose 128-bit exponent hash equals the stored one
-keeps its exponents on the receiver. Payload = bitmap of changed blocks, sign+mantissa of all values, entropy-coded
-exponents of the changed blocks. The receiver's old exponents are those of the words it already holds.
+Sender: split each word into exponent and sign+mantissa; a block whose 128-bit exponent hash equals the stored
+one keeps its exponents on the receiver. Payload = bitmap of changed blocks, sign+mantissa of all values,
+entropy-coded exponents of the changed blocks. The receiver's old exponents are those of the words it already
+holds.
 """
 
 import numpy as np
@@ -14,9 +15,11 @@ from .words import HASH_BLOCK, WordFormat, exponent_hashes, exponents
 
 
 def pack_rest(words: np.ndarray, fmt: WordFormat) -> np.ndarray:
-    """Sign and mantissa of every word, densely packed: 1 byte (bf16), 11 bits (fp16) or 3 bytes (fp32) a value.
+    """Sign and mantissa of every word, densely packed: 1 byte (bf16), 11 bits (fp16) or 3 bytes (fp32) a
+    value.
 
-    fp16: the low bytes of all values, then their 3 high bits as three bit planes (little bit order, padded to bytes).
+    fp16: the low bytes of all values, then their 3 high bits as three bit planes (little bit order, padded to
+    bytes).
     """
     sign_shift = words.dtype.type(fmt.exponent_bits)
     mantissa = words & words.dtype.type((1 << fmt.exponent_shift) - 1)

@@ -70,7 +70,8 @@ class PackedDelta(PackedReference):
         return (c1 - exponent).clamp(0, self.shape.max_a), (c2 - exponent).clamp(0, self.shape.max_b)
 
     def choose_centres(self, new: torch.Tensor, old: torch.Tensor) -> tuple[int, int]:
-        """(c1, c2) of one region of 16-bit words: the cheapest candidate on its sample, the first one of equals."""
+        """(c1, c2) of one region of 16-bit words: the cheapest candidate on its sample, the first one of
+        equals."""
         positions = torch.from_numpy(sample_positions(new.numel()))
         z, exponent = zigzag(new[positions], old[positions]), self.exponent(old[positions])
         scale = exponent + bit_length(z)

@@ -1,7 +1,7 @@
 """`exponent-reuse` with the `packed` coder in plain torch: the twin of kernels/exponents_packed_*.py.
 
-A block is coded by itself: bitmap of changed exponent blocks, sign+mantissa of all values, and for changed exponent
-blocks a nibble top - exponent a value, 15 meaning an escape. Bytes: docs/codec.md.
+A block is coded by itself: bitmap of changed exponent blocks, sign+mantissa of all values, and for changed
+exponent blocks a nibble top - exponent a value, 15 meaning an escape. Bytes: docs/codec.md.
 """
 
 import numpy as np
@@ -17,7 +17,8 @@ ESCAPE_NIBBLE = 15
 
 
 def check_block_size(block_size: int) -> None:
-    """The kernels work on rows of 8 values: exponent blocks must be a power of two of 16 to HASH_BLOCK values."""
+    """The kernels work on rows of 8 values: exponent blocks must be a power of two of 16 to HASH_BLOCK
+    values."""
     if not 16 <= block_size <= HASH_BLOCK or block_size & (block_size - 1):
         raise ValueError(
             f"--ciera-block-size {block_size}: coder packed wants a power of two from 16 to {HASH_BLOCK}; "
@@ -75,14 +76,19 @@ class PackedExponentReuse(PackedReference):
         nibbles[: words.size] = np.minimum(below, ESCAPE_NIBBLE)
         nibbles = nibbles.reshape(changed.size, self.block_size)[changed].reshape(-1)
         escapes = (escaped | exponent[escaped].astype(np.int64) << 16).astype("<u4")
-        parts = [np.packbits(changed, bitorder="little"), *self._rest_parts(words), nibbles[0::2] | nibbles[1::2] << 4,
-                 escapes]  # fmt: skip
+        parts = [
+            np.packbits(changed, bitorder="little"),
+            *self._rest_parts(words),
+            nibbles[0::2] | nibbles[1::2] << 4,
+            escapes,
+        ]
         return np.concatenate([whole_words(part) for part in parts]), min(
             escaped.size, NUM_ESCAPES_RAW
         ) | top << 16
 
     def _rest_parts(self, words: np.ndarray) -> list[np.ndarray]:
-        """Sign and mantissa: bytes, then (fp16) three bit planes or (fp32) lower halves, each in whole words."""
+        """Sign and mantissa: bytes, then (fp16) three bit planes or (fp32) lower halves, each in whole
+        words."""
         if self.fmt.exponent_shift == 23:
             rest = np.pad(pack_rest(words, self.fmt).reshape(-1, 3), ((0, 0), (0, 1))).view("<u4").reshape(-1)
             return [(rest >> 16).astype(np.uint8), rest.astype("<u2")]

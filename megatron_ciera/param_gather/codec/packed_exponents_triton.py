@@ -1,4 +1,5 @@
-"""`exponent-reuse` with the `packed` coder as Triton kernels, for NVIDIA and AMD. Twin: packed_exponents.py."""
+"""`exponent-reuse` with the `packed` coder as Triton kernels, for NVIDIA and AMD. Twin:
+packed_exponents.py."""
 
 from ..kernels.delta_packed_encode import write_totals
 from ..kernels.exponents_packed import decode_exponents, encode_exponents, hash_exponents, start_payloads
@@ -9,7 +10,10 @@ from .plans import is_aligned
 
 
 class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
-    """Three to four launches an encode, one or two a decode, whatever the number of segments; one a state update."""
+    """Three to four launches an encode, one or two a decode, whatever the number of segments; one a state
+    update."""
+
+    decode_options = {"num_warps": 4}
 
     def __init__(self, dtype, block_size, device):
         super().__init__(dtype, block_size, device)
@@ -35,9 +39,16 @@ class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
         for part, full in ((blocks.whole, True), (blocks.tails, False)):
             if len(part):
                 encode_exponents[(len(part),)](
-                    table, part.segment, part.index, sizes, self.multipliers, **self.format, FULL=full,
-                    ALIGNED=is_aligned(words), **self.encode_options,
-                )  # fmt: skip
+                    table,
+                    part.segment,
+                    part.index,
+                    sizes,
+                    self.multipliers,
+                    **self.format,
+                    FULL=full,
+                    ALIGNED=is_aligned(words),
+                    **self.encode_options,
+                )
         write_totals[(len(words),)](table, sizes, num_warps=1)
 
     def decode_apply_many(self, payloads, words, flags):
@@ -47,6 +58,15 @@ class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
         for part, full in ((blocks.whole, True), (blocks.tails, False)):
             if len(part):
                 decode_exponents[(len(part),)](
-                    table, part.segment, part.index, flags, self.multipliers, self.identity, self.block_size,
-                    **self.format, FULL=full, ALIGNED=is_aligned(words), **self.decode_options,
-                )  # fmt: skip
+                    table,
+                    part.segment,
+                    part.index,
+                    flags,
+                    self.multipliers,
+                    self.identity,
+                    self.block_size,
+                    **self.format,
+                    FULL=full,
+                    ALIGNED=is_aligned(words),
+                    **self.decode_options,
+                )

@@ -1,10 +1,11 @@
-"""The `packed` format: constants that the plain-torch twin and the Triton kernels share. Bytes: docs/codec.md.
+"""The `packed` format: constants that the plain-torch twin and the Triton kernels share. Bytes:
+docs/codec.md.
 
-How it codes a difference. z = zigzag(code(new) - code(old)) is small when the update is small against the value, and
-an update of the same absolute size is half as many last places for every step of the old exponent e. So two widths
-follow from e alone: a = clip(c1 - e) bits for z < 2^a (flag 0), b = clip(c2 - e) bits for the next 2^b values
-(flag 1); what is larger is an escape. Both ends know e, flags stand at fixed places, and one prefix sum of widths
-finds every code. c1 and c2 are chosen for each region from a sample.
+How it codes a difference. z = zigzag(code(new) - code(old)) is small when the update is small against the
+value, and an update of the same absolute size is half as many last places for every step of the old exponent
+e. So two widths follow from e alone: a = clip(c1 - e) bits for z < 2^a (flag 0), b = clip(c2 - e) bits for
+the next 2^b values (flag 1); what is larger is an escape. Both ends know e, flags stand at fixed places, and
+one prefix sum of widths finds every code. c1 and c2 are chosen for each region from a sample.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 
 from .words import HASH_BLOCK, WordFormat
 
-REGION_BLOCKS = 64  # hash blocks that share one choice of (c1, c2)
+REGION_BLOCKS = 128  # hash blocks that share one choice of (c1, c2)
 SAMPLE_RUNS, SAMPLE_LANES = 32, 16  # a region is sampled in runs of neighbouring values
 NUM_SCALES, NUM_GAPS = 8, 4  # candidates: c2 = mean - 1 + 0..7, c1 = c2 - 1, c2 - 2, c2 - 3 or 0
 ESCAPE_BITS = 32

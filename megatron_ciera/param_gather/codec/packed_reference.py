@@ -1,7 +1,7 @@
 """The slow clear twin of the `packed` kernels, in plain torch: same bytes, and the CPU path of the coder.
 
-Here: what both codecs share, a payload of independently coded blocks. Blocks lie in order; the kernels may place them
-in any order, which the descriptors allow.
+Here: what both codecs share, a payload of independently coded blocks. Blocks lie in order; the kernels may
+place them in any order, which the descriptors allow.
 """
 
 from abc import abstractmethod
@@ -43,7 +43,8 @@ class PackedReference(Codec):
 
     @abstractmethod
     def encode_blocks(self, new: torch.Tensor, state: torch.Tensor):
-        """Yield ``(bytes, second descriptor word)`` for each hash block of a segment; no bytes ask for raw mode."""
+        """Yield ``(bytes, second descriptor word)`` for each hash block of a segment; no bytes ask for raw
+        mode."""
 
     @abstractmethod
     def decode_block(self, coded: np.ndarray, descriptor: int, old: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,5 @@
-"""Device tables for batched kernels: which block belongs to which segment, and where segments lie in memory."""
+"""Device tables for batched kernels: which block belongs to which segment, and where segments lie in
+memory."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ class BlockList:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of segments of given lengths. Whole blocks and tails are launched apart: tails need masks."""
+    """The blocks of segments of given lengths. Whole blocks and tails are launched apart: tails need
+    masks."""
 
     whole: BlockList
     tails: BlockList
@@ -34,13 +36,15 @@ class Blocks:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Upload without waiting: the pinned copy is kept by torch's host allocator until the stream has passed."""
+    """Upload without waiting: the pinned copy is kept by torch's host allocator until the stream has
+    passed."""
     host = torch.from_numpy(np.ascontiguousarray(array))
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def list_blocks(counts: Sequence[int], region_values: int, device: torch.device) -> Blocks:
-    """The blocks of segments with these numbers of values; a region is ``region_values`` values of one segment."""
+    """The blocks of segments with these numbers of values; a region is ``region_values`` values of one
+    segment."""
     lengths, segments = np.array(counts, np.int64), np.arange(len(counts))
     whole, tails = lengths // HASH_BLOCK, np.flatnonzero(lengths % HASH_BLOCK)
     whole_segment = np.repeat(segments, whole)

@@ -1,4 +1,5 @@
-"""Weight snapshots as words: `.npz` of bf16 bits, `.pt`, safetensors, or Megatron `torch_dist` checkpoint folders."""
+"""Weight snapshots as words: `.npz` of bf16 bits, `.pt`, safetensors, or Megatron `torch_dist` checkpoint
+folders."""
 
 from pathlib import Path
 
@@ -13,8 +14,8 @@ Tensors = dict[str, torch.Tensor]
 def load_snapshot(path: str | Path) -> Tensors:
     """Name -> parameter (bf16, fp16 or fp32, contiguous, on CPU). ValueError when the file holds none.
 
-    uint16 and int16 arrays of an `.npz` are taken as bf16 bits. Of a checkpoint the model's parameters are read, not
-    the optimizer's.
+    uint16 and int16 arrays of an `.npz` are taken as bf16 bits. Of a checkpoint the model's parameters are
+    read, not the optimizer's.
     """
     path = Path(path)
     if path.is_dir():
@@ -31,24 +32,31 @@ def load_snapshot(path: str | Path) -> Tensors:
         name: value.contiguous() for name, value in found.items() if value.dtype in FORMATS and value.numel()
     }
     if not kept:
-        raise ValueError(f"{path}: no bf16, fp16 or fp32 parameters found; wanted .npz of uint16 bf16 bits, .pt, "
-                         ".safetensors or a Megatron torch_dist checkpoint folder")  # fmt: skip
+        raise ValueError(
+            f"{path}: no bf16, fp16 or fp32 parameters found; wanted .npz of uint16 bf16 bits, .pt, "
+            ".safetensors or a Megatron torch_dist checkpoint folder"
+        )
     return kept
 
 
 def load_pair(
     before: str | Path, after: str | Path
 ) -> list[tuple[str, torch.dtype, torch.Tensor, torch.Tensor]]:
-    """(name, dtype, old words, new words) for every parameter of two snapshots. ValueError unless they match."""
+    """(name, dtype, old words, new words) for every parameter of two snapshots. ValueError unless they
+    match."""
     old, new = load_snapshot(before), load_snapshot(after)
     different = sorted(set(old) ^ set(new))
     if different:
-        raise ValueError(f"{before} and {after} hold different parameters, such as {different[0]}: "
-                         "wanted two snapshots of one model")  # fmt: skip
+        raise ValueError(
+            f"{before} and {after} hold different parameters, such as {different[0]}: "
+            "wanted two snapshots of one model"
+        )
     for name in old:
         if old[name].shape != new[name].shape or old[name].dtype != new[name].dtype:
-            raise ValueError(f"{name} is {old[name].dtype} {tuple(old[name].shape)} in {before} and "
-                             f"{new[name].dtype} {tuple(new[name].shape)} in {after}: wanted the same")  # fmt: skip
+            raise ValueError(
+                f"{name} is {old[name].dtype} {tuple(old[name].shape)} in {before} and "
+                f"{new[name].dtype} {tuple(new[name].shape)} in {after}: wanted the same"
+            )
     return [(name, old[name].dtype, as_words(old[name]), as_words(new[name])) for name in old]
 
 
@@ -77,7 +85,8 @@ def _flatten(value, prefix: str = "") -> Tensors:
 
 
 def _load_checkpoint(path: Path) -> Tensors:
-    """The model of a distributed checkpoint: an iteration's folder, or the folder that names its latest one."""
+    """The model of a distributed checkpoint: an iteration's folder, or the folder that names its latest
+    one."""
     tracker = path / "latest_checkpointed_iteration.txt"
     if tracker.exists():
         path = path / f"iter_{int(tracker.read_text()):07d}"

@@ -1,7 +1,7 @@
 """How much of a model changes in a step, and what each codec makes of it, by really encoding and decoding.
 
-Reproduces the CIERA paper's observations on any two snapshots: exponent change rate of values (O2), of whole shards
-against shard size (Fig. 3a, O3) and of blocks by tensor class (Fig. 3b and 4, O4).
+Reproduces the CIERA paper's observations on any two snapshots: exponent change rate of values (O2), of whole
+shards against shard size (Fig. 3a, O3) and of blocks by tensor class (Fig. 3b and 4, O4).
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,8 @@ def measure_parameter(
 
 
 def encode_and_decode(codec, old: torch.Tensor, new: torch.Tensor) -> tuple[int, bool]:
-    """Payload bytes, and whether decoding onto the old words gave exactly the new ones with no block flagged."""
+    """Payload bytes, and whether decoding onto the old words gave exactly the new ones with no block
+    flagged."""
     out = torch.empty(codec.bound(new.numel()), dtype=torch.uint8)
     size, target, flags = torch.zeros(1, dtype=torch.int64), old.clone(), new_flags(1, "cpu")
     codec.encode(new, codec.new_state(old), out, size)

@@ -1,7 +1,9 @@
-"""Entropy-coded byte streams on CPU: Zstandard's literal coder (Huffman with FSE-coded tables), through `zstandard`.
+"""Entropy-coded byte streams on CPU: Zstandard's literal coder (Huffman with FSE-coded tables), through
+`zstandard`.
 
-A *stream* is a run of small integers with one statistic. Streams of int8 symbols that rarely leave [-7, 7] are stored
-as nibble pairs before coding: a prefix code cannot spend less than one bit on a byte, so a byte then carries two.
+A *stream* is a run of small integers with one statistic. Streams of int8 symbols that rarely leave [-7, 7]
+are stored as nibble pairs before coding: a prefix code cannot spend less than one bit on a byte, so a byte
+then carries two.
 """
 
 import struct

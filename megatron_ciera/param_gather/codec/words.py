@@ -1,7 +1,8 @@
 """Words, exponents and hashes: the bit-level vocabulary that every codec shares.
 
-A *word* is the bit pattern of one parameter, held as int16 (bf16, fp16) or int32 (fp32). Functions here take and
-return numpy arrays of unsigned words, allocate their results, and never look at a word as a number with rounding.
+A *word* is the bit pattern of one parameter, held as int16 (bf16, fp16) or int32 (fp32). Functions here take
+and return numpy arrays of unsigned words, allocate their results, and never look at a word as a number with
+rounding.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-HASH_BLOCK = 4096  # values covered by one verification hash
+HASH_BLOCK = 2048  # values covered by one verification hash
 _SPLITMIX_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # two independent streams: digits of pi
 
 
@@ -61,7 +62,8 @@ def as_words(values: torch.Tensor) -> torch.Tensor:
 
 
 def ordered_code(words: np.ndarray) -> np.ndarray:
-    """Order-preserving bijection of 16-bit words onto int16 codes: -0 is -1, +0 is 0, NaN payloads keep their place.
+    """Order-preserving bijection of 16-bit words onto int16 codes: -0 is -1, +0 is 0, NaN payloads keep their
+    place.
 
     A negative word has its magnitude bits inverted, so consecutive codes are neighbouring values. Own inverse
     (see :func:`words_of_code`).
@@ -89,7 +91,8 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def exponent_hashes(exponent: np.ndarray, block_size: int) -> np.ndarray:
-    """128-bit hash of every block of exponent bytes: uint64 [num_blocks, 2], two independent SplitMix64 streams.
+    """128-bit hash of every block of exponent bytes: uint64 [num_blocks, 2], two independent SplitMix64
+    streams.
 
     Stream s of a block is the wrapping sum over its 8-byte little-endian words w_p, p = 0, 1, … of
     splitmix64((w_p xor seed_s) + (p + 1) · golden). The last block is padded with zero bytes.
@@ -122,9 +125,11 @@ HASH_MULTIPLIERS = _hash_multipliers()  # odd, one for each position in a hash b
 
 
 def block_hashes(words: np.ndarray) -> np.ndarray:
-    """Verification hash of every HASH_BLOCK words: uint32 [num_blocks], wrapping sum of word · multiplier[position].
+    """Verification hash of every HASH_BLOCK words: uint32 [num_blocks], wrapping sum of word ·
+    multiplier[position].
 
-    Multipliers are odd, so one wrong word always shows; several wrong words escape with probability about 2^-32.
+    Multipliers are odd, so one wrong word always shows; several wrong words escape with probability about
+    2^-32.
     """
     full = words.size // HASH_BLOCK
     result = np.empty(-(-words.size // HASH_BLOCK), np.uint32)

@@ -1,13 +1,13 @@
 """Device functions that the kernels share: ordered codes, widths, packing and finding bits.
 
-Shapes: R rows of 8 values, each row K chunks of 8 / K values, whose codes take at most 32 bits. Values are handled as
-[R, K, 8 / K] tensors, made from [R, 8] ones by a reshape that leaves every value in its thread.
+Shapes: R rows of 8 values, each row K chunks of 8 / K values, whose codes take at most 32 bits. Values are
+handled as [R, K, 8 / K] tensors, made from [R, 8] ones by a reshape that leaves every value in its thread.
 """
 
 import triton
 import triton.language as tl
 
-HASH_BLOCK = tl.constexpr(4096)
+HASH_BLOCK = tl.constexpr(2048)  # as codec/words.py
 
 
 @triton.jit
@@ -18,7 +18,8 @@ def wrapping_sum(values):
 
 @triton.jit
 def upper_half(words, WORD32: tl.constexpr):
-    """The 16-bit words that are coded, sign-extended to int32: the words themselves, or fp32's upper halves."""
+    """The 16-bit words that are coded, sign-extended to int32: the words themselves, or fp32's upper
+    halves."""
     half = words.to(tl.int32)
     if WORD32:
         half = half >> 16
@@ -69,8 +70,9 @@ def split_chunks(x, CHUNKS: tl.constexpr):
 
 @triton.jit
 def merge_words(done_a, key_a, open_a, done_b, key_b, open_b):
-    """Combine two runs of rows of a bit stream (left before right); key = 4 · first word of the last row + words it
-    finishes. ``open`` is the unfinished word behind a run, ``done`` the word that its last row starts in.
+    """Combine two runs of rows of a bit stream (left before right); key = 4 · first word of the last row +
+    words it finishes. ``open`` is the unfinished word behind a run, ``done`` the word that its last row
+    starts in.
     """
     end_a = (key_a >> 2) + (key_a & 3)
     end_b = (key_b >> 2) + (key_b & 3)
@@ -83,10 +85,11 @@ def merge_words(done_a, key_a, open_a, done_b, key_b, open_b):
 def store_bit_stream(
     base, chunks, chunk_bits, bit_start, total_bits, CHUNKS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write rows of chunks (tuples of uint32 [R] and their numbers of bits, at most 32) as one stream of bits.
+    """Write rows of chunks (tuples of uint32 [R] and their numbers of bits, at most 32) as one stream of
+    bits.
 
-    A row stores the words that it finishes alone; the first word it finishes may hold bits of earlier rows, which a
-    scan brings along, and what is left at the end is stored by the last row.
+    A row stores the words that it finishes alone; the first word it finishes may hold bits of earlier rows,
+    which a scan brings along, and what is left at the end is stored by the last row.
     """
     row = tl.arange(0, ROWS)
     first_word = bit_start >> 5
@@ -113,7 +116,8 @@ def store_bit_stream(
 
 @triton.jit
 def load_bit_window(base, bit_start, there):
-    """The 32 bits from ``bit_start`` on (uint32 [R]); reads one word beyond the one that holds the first bit."""
+    """The 32 bits from ``bit_start`` on (uint32 [R]); reads one word beyond the one that holds the first
+    bit."""
     word = base + (bit_start >> 5)
     shift = (bit_start & 31).to(tl.uint32)
     low = tl.load(word, mask=there, other=0)

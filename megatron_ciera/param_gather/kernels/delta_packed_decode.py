@@ -1,7 +1,8 @@
-"""`delta` with the `packed` coder, decoding: codes, apply, check and store in one kernel. Format: docs/codec.md.
+"""`delta` with the `packed` coder, decoding: codes, apply, check and store in one kernel. Format:
+docs/codec.md.
 
-Table: int64 [payloads, DECODE_COLUMNS] = (payload, its bytes, words, values). Nothing is read beyond a payload's
-bytes and nothing is stored before a block's hash was found right.
+Table: int64 [payloads, DECODE_COLUMNS] = (payload, its bytes, words, values). Nothing is read beyond a
+payload's bytes and nothing is stored before a block's hash was found right.
 """
 
 import triton
@@ -157,7 +158,7 @@ def decode_blocks(
             tl.int32
         )
 
-    # Step 3: hash of the new words. An escaped value decoded to its old word, and the hash is a sum: put it right.
+    # Step 3: hash of the new words, a sum. Escaped values decoded to their old words; their part is put right.
     hashed = wrapping_sum(tl.sum(new * tl.load(multipliers + position), 1))
     lane = tl.arange(0, 128)
     first = num_escapes * 0

@@ -10,7 +10,6 @@ import triton.language as tl
 from .bits import HASH_BLOCK, wrapping_sum
 from .delta_packed_decode import DECODE_COLUMNS, header_is_right
 from .delta_packed_encode import (
-    BITS_FIELD,
     ENCODE_COLUMNS,
     RAW_MODE,
     TAIL_BYTES,
@@ -31,7 +30,8 @@ def splitmix64(x):
 
 @triton.jit
 def exponent_hash(exponent, seed, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One SplitMix64 stream of every exponent block in [ROWS, 8] exponents (int32): int64 [ROWS * 8 / BLOCK]."""
+    """One SplitMix64 stream of every exponent block in [ROWS, 8] exponents (int32): int64 [ROWS * 8 /
+    BLOCK]."""
     BLOCK_ROWS: tl.constexpr = BLOCK // 8
     column = tl.arange(0, 8)[None, :]
     lanes = tl.sum(exponent.to(tl.uint64) << (8 * column).to(tl.uint64), 1)
