@@ -57,5 +57,12 @@ class Feature:
         """Values since the last call, the same on every rank. May communicate; called on every rank."""
         return {}
 
+    def measured_rates(self) -> dict[str, float]:
+        """How much of the weights a step changes, by class, for the recorder. Local; no communication."""
+        return {}
+
+    def logged(self, iteration: int, values: dict[str, float]) -> None:
+        """The metrics of all features up to `iteration` were collected."""
+
     def finished(self) -> None:
         """Training ended; parameters are gathered on every rank."""

@@ -166,7 +166,9 @@ def _features(config: CieraConfig) -> list[Feature]:
 
         features.append(ParamGatherFeature(config))
     if config.ciera_record is not None:
-        raise validation.not_there_yet("--ciera-record")
+        from megatron_ciera.record.feature import RecordFeature
+
+        features.append(RecordFeature(config))
     return features
 
 

@@ -92,6 +92,7 @@ class TrainingLoop:
         from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
 
         values = self._metrics()
+        self._each("logged", iteration, values)
         if values:
             print_rank_last(metrics.console_line(iteration, values))
             metrics.write(values, iteration, get_tensorboard_writer(), get_wandb_writer())

@@ -127,6 +127,18 @@ class ParamGatherFeature(Feature):
         values.update(self._slowest(device))
         return {PREFIX + name: _whole(value) for name, value in values.items()}
 
+    def measured_rates(self) -> dict[str, float]:
+        """Change rates and bits a value of each class of each group, as the latest decision saw them."""
+        rates = {}
+        for built in self.built:
+            for row in built.group.decision.rows if built.group.decision else ():
+                name = f"{PREFIX}{built.group.name}/{row.kind}"
+                rates[f"{name}/exponent_change_rate"] = row.stats.exponent_change_rate
+                rates[f"{name}/block_change_rate"] = row.stats.block_change_rate
+                for codec, num_bytes in row.stats.coded_bytes.items():
+                    rates[f"{name}/bits_per_value/{codec}"] = 8 * num_bytes / max(1, row.stats.values)
+        return rates
+
     def _summary(self) -> str:
         """The totals so far, in one line."""
         total = self._totals

@@ -13,6 +13,7 @@ from megatron_ciera.param_gather.errors import REMEDY, ParamGatherError
 from megatron_ciera.param_gather.exchange import Exchange
 from megatron_ciera.param_gather.lanes import Lane
 from megatron_ciera.param_gather.ledger import Ledger
+from megatron_ciera.param_gather.selection import Decision
 from megatron_ciera.param_gather.transfer import (
     GatherHandle,
     Nothing,
@@ -90,6 +91,11 @@ class ShardGroup:
     def warming_up(self) -> bool:
         """Whether the gather after the latest step is one of the warm-up."""
         return self.steps <= self._warmup_steps
+
+    @property
+    def decision(self) -> Decision | None:
+        """The latest decision, with the change rates that it was made from; None before the first."""
+        return self._decider.decision if self._decider is not None else None
 
     @property
     def memory(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_ciera.errors import ConfigurationError, refuse
@@ -11,7 +12,9 @@ from megatron_ciera.simulator import report
 from megatron_ciera.simulator.features import ChangeRates, parse_features, rates_at, rates_from_stability
 from megatron_ciera.simulator.hardware import hardware
 from megatron_ciera.simulator.job import Job, job_from_config
-from megatron_ciera.simulator.project import Assumptions, default_features, default_sizes, project
+from megatron_ciera.simulator.project import Assumptions, Projection, default_features, default_sizes, project
+from megatron_ciera.simulator.replay import RECORDED, Target, replay, replay_as_recorded
+from megatron_ciera.simulator.trace import read_trace
 from megatron_ciera.yaml_config import load_config
 
 
@@ -69,14 +72,20 @@ def _run(given: argparse.Namespace) -> None:
     sizes = [int(size) for size in given.gpus.split(",")] if given.gpus else default_sizes(job)
     names = given.features.split(",") if given.features else default_features(job)
     variants = [parse_features(name) for name in names]
-    projections = [
-        project(job, config.cluster, gpu, variant, assumed, size) for size in sizes for variant in variants
-    ]
+    source = {"source": "analytic"}
+    if given.trace:
+        projections, source = _replayed(given, config.cluster, gpu, assumed)
+    else:
+        projections = [
+            project(job, config.cluster, gpu, variant, assumed, size)
+            for size in sizes
+            for variant in variants
+        ]
     facts = {
         "config": given.config,
-        "source": "analytic",
+        **source,
         "change_rates": rates.source,
-        "tokens_per_gpu": job.tokens_per_step // job.world,
+        "tokens_per_gpu": None if given.trace else job.tokens_per_step // job.world,
         "memory_limit_gb": gpu.capacity / 1e9,
     }
     if given.plot:
@@ -90,9 +99,37 @@ def _run(given: argparse.Namespace) -> None:
     print(_notes(projections, facts))
 
 
-def _resized(job: Job, given: argparse.Namespace) -> Job:
-    from dataclasses import replace
+def _replayed(given, cluster, gpu, assumed: Assumptions) -> tuple[list[Projection], dict]:
+    """The trace on the config's cluster; what the config's `megatron:` says does not count."""
+    trace = read_trace(given.trace)
+    world = trace.header["world"]
+    sizes = [int(size) for size in given.gpus.split(",")] if given.gpus else [world]
+    if given.features:
+        variants = [parse_features(name) for name in given.features.split(",")]
+    else:
+        variants = [RECORDED]
+        variants += [] if "ciera" in trace.header["features"] else [parse_features("ciera")]
+        experts = trace.header["settings"]["expert_model_parallel_size"] > 1
+        if experts and "dedup" not in trace.header["features"]:
+            variants += [parse_features("dedup"), parse_features("placement")]
+    projections = []
+    for size in sizes:
+        near = replace(cluster, gpus_per_node=min(size, cluster.gpus_per_node))
+        for variant in variants:
+            target = Target(near, gpu, variant, assumed.rates, size, assumed.rows_removed)
+            projections.append(replay(trace, target))
+    recorded = trace.typical()
+    return projections, {
+        "source": trace.path,
+        "clock": trace.header["clock"],
+        "recorded_features": trace.header["features"],
+        "recorded_iteration": recorded.number,
+        "recorded_seconds": recorded.seconds,
+        "replayed_as_recorded_seconds": replay_as_recorded(trace),
+    }
 
+
+def _resized(job: Job, given: argparse.Namespace) -> Job:
     if given.layers is not None:
         if not 0 < given.layers <= job.num_layers or given.layers % job.pipeline:
             raise refuse(
@@ -105,8 +142,6 @@ def _resized(job: Job, given: argparse.Namespace) -> Job:
 
 
 def _rates(given: argparse.Namespace, job: Job) -> ChangeRates:
-    from dataclasses import replace
-
     rates = rates_at(job.learning_rate, given.block_size)
     if given.stability:
         rates = rates_from_stability(json.loads(Path(given.stability).read_text()), given.stability)
@@ -124,14 +159,22 @@ def _rates(given: argparse.Namespace, job: Job) -> ChangeRates:
 
 
 def _notes(projections, facts: dict) -> str:
-    memory = max(p.memory for p in projections if p.memory is not None)
-    lines = [
-        f"change rates: {facts['change_rates']}",
-        f"tokens: {facts['tokens_per_gpu']:,} a GPU and step, at every size",
-        f"memory: about {memory / 1e9:.0f} GB a GPU of {facts['memory_limit_gb']:.0f} GB",
-    ]
-    if memory > 1e9 * facts["memory_limit_gb"]:
-        lines.append("memory: this does not fit; read the times as if it did")
+    lines = [f"change rates: {facts['change_rates']}"]
+    if "recorded_seconds" in facts:
+        times = (
+            "host times of gloo, which say nothing of a GPU" if facts["clock"] == "host" else "CUDA events"
+        )
+        lines.append(
+            f"trace: {facts['source']}, iteration {facts['recorded_iteration']}, recorded "
+            f"{1e3 * facts['recorded_seconds']:.1f} ms, replayed as recorded "
+            f"{1e3 * facts['replayed_as_recorded_seconds']:.1f} ms ({times})"
+        )
+    else:
+        memory = max(p.memory for p in projections)
+        lines.append(f"tokens: {facts['tokens_per_gpu']:,} a GPU and step, at every size")
+        lines.append(f"memory: about {memory / 1e9:.0f} GB a GPU of {facts['memory_limit_gb']:.0f} GB")
+        if memory > 1e9 * facts["memory_limit_gb"]:
+            lines.append("memory: this does not fit; read the times as if it did")
     lines.append(
         "percentages: what a GPU computes or waits for. Not validated on hardware; see docs/simulator.md"
     )

@@ -21,7 +21,7 @@ KINDS = (
 
 def speedup(projections: Sequence[Projection], of: Projection) -> float | None:
     """Stock time over this one's at the same size, if stock was simulated."""
-    stock = [p for p in projections if p.gpus == of.gpus and p.features == "stock"]
+    stock = [p for p in projections if p.gpus == of.gpus and p.features in ("stock", "recorded")]
     return stock[0].seconds / of.seconds if stock else None
 
 

@@ -1,0 +1,159 @@
+"""Recorded traces: read back, replayed as they were, and on another cluster by hand."""
+
+import json
+
+import pytest
+
+from megatron_ciera.cluster import Cluster, Link
+from megatron_ciera.errors import ConfigurationError
+from megatron_ciera.simulator import cli
+from megatron_ciera.simulator.features import ChangeRates, parse_features
+from megatron_ciera.simulator.hardware import Hardware
+from megatron_ciera.simulator.replay import RECORDED, Target, replay, replay_as_recorded
+from megatron_ciera.simulator.trace import read_trace
+
+SETTINGS = {
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 2,
+}
+GPU = Hardware(1e30, 1e30, 1e30, 0.0, encode=512.0, decode=256.0, codec_launch=0.0)
+RATES = ChangeRates({"dense": 4.0, "expert": 4.0}, {"dense": 1.0, "expert": 1.0})
+# 256 bytes/s between nodes, 1,024 inside.
+CLUSTER = Cluster("CPU", 2, 2, 1.0, Link(1024e-9, 0.0), Link(256e-9, 0.0))
+
+
+def span(kind, name, thread, begin, end, **args):
+    event = {"ph": "X", "pid": 0, "tid": thread, "cat": kind, "name": name, "ts": 1e6 * begin}
+    return event | {"dur": 1e6 * (end - begin), "args": {"iteration": 1, **args}}
+
+
+def collective(name, call, begin, end, role, size, num_bytes):
+    details = {"group": role, "size": size, "per_node": size, "bytes": num_bytes, "issued_by": "compute"}
+    return span("collective", name, 2, begin, end, call=call, **details)
+
+
+def wait(call, begin, end):
+    return span("wait", "wait", 1, begin, end, call=call)
+
+
+def compute(begin, end):
+    return span("compute", "compute", 1, begin, end)
+
+
+def write(folder, features=(), world=4, closed=True, **settings):
+    """Iteration 1: 1 s of work, an all-to-all, 2 s of work beside a reduction, and a gather."""
+    header = {"format": "megatron-ciera-trace", "version": 1, "clock": "host", "world": world}
+    header |= {"ranks_per_node": 4, "features": list(features), "settings": SETTINGS | settings}
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0", **header}},
+        {"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "compute"}},
+        span("iteration", "iteration", 0, 0, 6),
+        compute(0, 1),
+        collective("all_to_all", 0, 1.0, 1.5, "expert", 2, 1024),
+        wait(0, 1.0, 1.625),
+        compute(1.625, 2.0),
+        collective("reduce_scatter", 1, 2.0, 3.0, "data", 4, 512),
+        compute(2.0, 4.0),
+        wait(1, 4.0, 4.0),
+        collective("all_gather", 2, 4.0, 5.75, "expert data", 2, 512),
+        wait(2, 4.0, 5.75),
+        compute(5.75, 6.0),
+    ]
+    text = "[\n" + ",\n".join(json.dumps(event) for event in events)
+    (folder / "trace_rank0.json").write_text(text + ("\n]\n" if closed else ",\n"))
+    return str(folder)
+
+
+def target(features=RECORDED, gpus=4, cluster=CLUSTER):
+    return Target(cluster, GPU, features, RATES, gpus)
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "cut off"])
+def test_as_recorded_is_the_recorded_time(tmp_path, closed):
+    trace = read_trace(write(tmp_path, closed=closed))
+    assert trace.typical().seconds == 6
+    assert replay_as_recorded(trace) == 6
+
+
+def test_on_another_cluster_by_hand(tmp_path):
+    result = replay(read_trace(write(tmp_path)), target())
+    at = {span.op.key: (span.start, span.end) for span in result.spans}
+    # Expert ranks 0 and 1 are on one node: 512 of 1,024 bytes leave, at 1,024 bytes/s.
+    assert at["0.all_to_all"] == (1.0, 1.5)
+    # 1/8 s to notice, 3/8 s of work. Then four ranks on two nodes: 384 bytes inside, 192 over each NIC.
+    assert at["1.reduce_scatter"] == (2.0, 2.75)
+    # Expert data: every second rank, so one a node: 256 bytes at 256 bytes/s.
+    assert at["2.all_gather"] == (4.0, 5.0)
+    assert result.seconds == 5.25
+    assert result.split == {"compute": 3.75, "all_to_all": 0.5, "param_gather": 1.0}
+
+
+def test_more_gpus_grow_the_data_groups_only(tmp_path):
+    result = replay(read_trace(write(tmp_path)), target(gpus=8))
+    at = {span.op.key: span.end - span.start for span in result.spans}
+    assert at["0.all_to_all"] == 0.5
+    assert at["1.reduce_scatter"] == 512 * 7 / 8 / 2 / 256
+    assert at["2.all_gather"] == 512 * 3 / 4 / 256
+
+
+def test_codec_by_hand(tmp_path):
+    result = replay(read_trace(write(tmp_path)), target(parse_features("ciera+no-selection")))
+    at = {span.op.key: (span.start, span.end) for span in result.spans}
+    # 256 values, half of them ours: 1/4 s to encode, 64 bytes to receive, 1/2 s to decode.
+    assert at["2.encode"] == (4.0, 4.25)
+    assert at["2.all_gather"] == (4.25, 4.5)
+    assert at["2.decode"] == (4.5, 5.0)
+    assert result.gather_ratio == 0.25
+
+
+def test_deduplication_sends_fewer_rows(tmp_path):
+    trace = read_trace(write(tmp_path))
+    result = replay(trace, target(parse_features("dedup")))
+    sent = next(span.end - span.start for span in result.spans if span.op.kind == "all_to_all")
+    # 8 experts on 2 ranks, top-2: 2 (1 - (4 × 3) / (8 × 7)) = 11/7 rows instead of 2.
+    assert sent == pytest.approx(0.5 * (11 / 7) / 2)
+
+
+@pytest.mark.parametrize(
+    ("features", "gpus", "message"),
+    [("ciera", 4, "recorded with --ciera"), ("dedup", 6, "--gpus: found 6"), ("dedup", 3, "--gpus: found 3")],
+)
+def test_what_cannot_be_projected_is_refused(tmp_path, features, gpus, message):
+    trace = read_trace(write(tmp_path, features=["ciera"]))
+    with pytest.raises(ConfigurationError, match=message):
+        replay(trace, target(parse_features(features), gpus))
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="--trace: found .*trace_rank0.json"):
+        read_trace(str(tmp_path))
+    (tmp_path / "trace_rank0.json").write_text('[{"ph": "M", "name": "x", "args": {"format": "other"}}]')
+    with pytest.raises(ConfigurationError, match="another format"):
+        read_trace(str(tmp_path))
+    with pytest.raises(ConfigurationError, match="pipeline parallelism"):
+        read_trace(write(tmp_path, pipeline_model_parallel_size=2))
+
+
+def test_command_line_reads_a_trace(tmp_path, capsys):
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        """
+megatron: {num-layers: 2, hidden-size: 64, num-attention-heads: 4, vocab-size: 255, seq-length: 64,
+           micro-batch-size: 1, global-batch-size: 4}
+cluster: {gpu: H200, nodes: 1, gpus_per_node: 4, memory_bandwidth_gb_s: 4800,
+          intra_node: {bandwidth_gb_s: 1.0e-6, latency_us: 1}, inter_node: {bandwidth_gb_s: 1.0e-6, latency_us: 1}}
+"""
+    )
+    code = cli.main(["--config", str(config), "--trace", write(tmp_path), "--gpus", "4,8", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert document["recorded_seconds"] == document["replayed_as_recorded_seconds"] == 6
+    assert [entry["features"] for entry in document["projections"][:4]] == [
+        "recorded",
+        "ciera",
+        "dedup",
+        "placement",
+    ]
