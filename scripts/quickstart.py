@@ -19,12 +19,12 @@ from megatron_ciera.quickstart.runs import Plan
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("out/quickstart"))
-    parser.add_argument("--short", action="store_true", help="a quarter of the iterations, for a check")
+    parser.add_argument("--short", action="store_true", help="fewer iterations, for a check")
     options = parser.parse_args(argv)
 
     begin = time.perf_counter()
     shutil.rmtree(options.output, ignore_errors=True)
-    plan = Plan(options.output.resolve(), *((24, 12) if options.short else (100, 50)))
+    plan = Plan(options.output.resolve(), *((32, 8) if options.short else (80, 40)))
     plan.folder.mkdir(parents=True)
     if cpu.is_needed():
         cpu.install()  # for the dataset writer, which imports Megatron in this process

@@ -124,7 +124,7 @@ def _rows_removed(outcome) -> str:
         axes.set_xlabel("MoE layer")
         axes.set_ylabel("share of rows removed")
         axes.set_xticks(numbers)
-        axes.legend()
+        axes.legend(loc="lower right")
 
     return figure(draw, f"On tokens that the fit has not seen; expert-parallel size {runs.EXPERT_PARALLEL}.")
 

@@ -12,7 +12,7 @@ from megatron_ciera.quickstart import corpus, runs, summary
 from megatron_ciera.quickstart.runs import Plan
 
 FIT_TOKENS = 4096
-_TRACE_TOKENS = 4 * FIT_TOKENS  # the last tokens of training: a quarter to fit, the rest to evaluate
+_TRACE_TOKENS = 3 * FIT_TOKENS  # the last tokens of training: a third to fit, the rest to evaluate
 
 
 @dataclass(frozen=True)
