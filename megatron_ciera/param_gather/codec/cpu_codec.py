@@ -34,7 +34,7 @@ class CpuCodec(Codec):
     chunk.
     """
 
-    chunk_values = 1 << 18
+    chunk_values = 1 << 17
 
     @property
     def layout(self) -> Layout:

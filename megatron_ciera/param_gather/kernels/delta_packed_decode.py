@@ -158,7 +158,7 @@ def decode_blocks(
             tl.int32
         )
 
-    # Step 3: hash of the new words, a sum. Escaped values decoded to their old words; their part is put right.
+    # Step 3: hash of the new words, a sum. Escapes decoded to their old words; their part is put right.
     hashed = wrapping_sum(tl.sum(new * tl.load(multipliers + position), 1))
     lane = tl.arange(0, 128)
     first = num_escapes * 0
