@@ -72,6 +72,7 @@ class GatherBucket:
         self.name, self.values, self.rank, self.size, self.codecs = name, values, rank, size, codecs
         self.words = as_words(values)
         self.shard_values = values.numel() // size
+        self.own_shard = values[rank * self.shard_values : (rank + 1) * self.shard_values]
         self.pieces: tuple[Piece, ...] = cut_bucket(values.numel(), size, runs, piece_values, index)
         self.first_slot = first_slot
         self.num_slots = max(sum(len(piece.segments[r]) for piece in self.pieces) for r in range(size))
@@ -95,10 +96,6 @@ class GatherBucket:
     @property
     def shard_bytes(self) -> int:
         return self.shard_values * self.values.element_size()
-
-    @property
-    def own_shard(self) -> torch.Tensor:
-        return self.values[self.rank * self.shard_values : (self.rank + 1) * self.shard_values]
 
     @property
     def state_bytes(self) -> int:

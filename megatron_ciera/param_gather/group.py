@@ -138,6 +138,8 @@ class ShardGroup:
             return Nothing()
         if bucket.stepped:
             self.ledger.received("bytes_raw", self._size, bucket.shard_bytes)
+        if self._stays_plain(bucket):
+            return self._plain(bucket)
         self._lane.after_compute()
         coded = self._is_codable(bucket)
         if (coded and not bucket.encoded) or self._probing:
@@ -152,6 +154,21 @@ class ShardGroup:
             self._fallback("invalidated")
         bucket.pending = bucket.stepped = bucket.encoded = False
         return self._coded(bucket) if coded else self._raw(bucket)
+
+    def _stays_plain(self, bucket: GatherBucket) -> bool:
+        """Whether selection left all of the bucket raw and there is nothing to measure or to take over."""
+        decided = self._decider is None or bucket.name in self._decided
+        return decided and not bucket.compressible and not self._probing and not self.warming_up
+
+    def _plain(self, bucket: GatherBucket):
+        """Megatron's own gather, on the caller's stream: a link that is fast enough must not pay for us."""
+        self.ledger.received("bytes_sent", self._size, bucket.shard_bytes)
+        self.ledger.add("raw_gathers", 1)
+        bucket.pending = bucket.stepped = False
+        bucket.base_known = True
+        return torch.distributed.all_gather_into_tensor(
+            bucket.values, bucket.own_shard, group=self._group, async_op=True
+        )
 
     def _is_codable(self, bucket: GatherBucket) -> bool:
         return bucket.pending and bucket.base_known and bucket.compressible and not self.warming_up
