@@ -1,6 +1,7 @@
 """Mt-KaHyPar as a comparison (extra `partitioners`): a general hypergraph partitioner on the same tokens."""
 
 import os
+from functools import cache
 
 import numpy as np
 
@@ -16,7 +17,7 @@ def mt_kahypar_ranks(top_indices: np.ndarray, num_experts: int, num_ranks: int, 
     except ImportError:
         raise ValueError("mtkahypar is not installed; pip install 'megatron-ciera[partitioners]'") from None
     sets, weights = np.unique(np.sort(top_indices, axis=1), axis=0, return_counts=True)
-    kahypar = mtkahypar.initialize(len(os.sched_getaffinity(0)))
+    kahypar = _initialized()
     context = kahypar.context_from_preset(mtkahypar.PresetType.QUALITY)
     context.set_partitioning_parameters(num_ranks, 0.0, mtkahypar.Objective.KM1)
     mtkahypar.set_seed(seed)
@@ -32,3 +33,11 @@ def mt_kahypar_ranks(top_indices: np.ndarray, num_experts: int, num_ranks: int, 
             f"mtkahypar: experts per rank are {sizes.tolist()}, wanted {num_experts // num_ranks}"
         )
     return ranks
+
+
+@cache
+def _initialized():
+    """Mt-KaHyPar's handle: it may be initialised once in a process."""
+    import mtkahypar
+
+    return mtkahypar.initialize(len(os.sched_getaffinity(0)))
