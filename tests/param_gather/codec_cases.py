@@ -132,7 +132,7 @@ def round_trip(codec, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return payload.cpu().numpy()
 
 
-def damaged(payload: np.ndarray, seed: int = 0, count: int = 24):
+def damaged(payload: np.ndarray, seed: int = 0, count: int = 8):
     """Damaged copies of a payload that must all be noticed: cut short, bits flipped everywhere, garbage
     behind the header, another payload's header."""
     rng = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ CODERS = ("ans", "packed")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_damaged_payloads_are_flagged_before_anything_is_stored(name, coder, dtype):
     codec = make_codec(name, coder, dtype)
-    old, new = training_pair(20_000, dtype)
+    old, new = training_pair(9000, dtype)
     before, after = to_words(old).split(HASH_BLOCK), to_words(new).split(HASH_BLOCK)
     noticed = 0
     for payload in damaged(round_trip(codec, old, new)):
@@ -30,7 +30,7 @@ def test_damaged_payloads_are_flagged_before_anything_is_stored(name, coder, dty
         noticed += any(bad)
         for got, kept, is_bad in zip(target.split(HASH_BLOCK), before, bad, strict=True):
             assert not is_bad or torch.equal(got, kept)
-    assert noticed > 30
+    assert noticed > 18
 
 
 @pytest.mark.parametrize("coder", CODERS)
