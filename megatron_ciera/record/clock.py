@@ -1,4 +1,4 @@
-"""When something happened: host times on CPU, CUDA events read late on a GPU.
+"""When something happened: host times on CPU, CUDA (or HIP) events read late on a GPU.
 
 A stamp is taken where the work is issued and turned into seconds only after the iteration, so that recording never
 waits for the device.
@@ -22,17 +22,6 @@ class HostClock:
         """Which queue issues work here: 0, the one queue of a CPU."""
         return 0
 
-    def when_done(self, work, group_name: str, done: Callable[[float], None]) -> None:
-        """Calls `done` with a stamp of the end of `work`, from the thread that finishes it.
-
-        gloo's reduce-scatter has no future: it is never called, and the end is when somebody has waited for it.
-        """
-        try:
-            future = work.get_future()
-        except RuntimeError:
-            return
-        future.add_done_callback(lambda _: done(time.perf_counter()))
-
     def is_read(self, stamp: float) -> bool:
         return True
 
@@ -48,9 +37,6 @@ class CudaClock:
 
     name = "cuda"
 
-    def __init__(self):
-        self._aside: dict[str, torch.cuda.Stream] = {}
-
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -59,14 +45,6 @@ class CudaClock:
     def lane(self) -> int:
         return torch.cuda.current_stream().cuda_stream
 
-    def when_done(self, work, group_name: str, done: Callable[[torch.cuda.Event], None]) -> None:
-        """A side stream of the group waits for `work` and takes the stamp: neither host nor compute stream waits."""
-        if group_name not in self._aside:
-            self._aside[group_name] = torch.cuda.Stream()
-        with torch.cuda.stream(self._aside[group_name]):
-            _wait_unrecorded(work)
-            done(self.stamp())
-
     def is_read(self, stamp: torch.cuda.Event) -> bool:
         return stamp.query()
 
@@ -74,15 +52,30 @@ class CudaClock:
         return base.elapsed_time(stamp) / 1e3
 
     def synchronize(self) -> None:
-        """NOTE: host synchronisation, at the end of training only."""
+        """NOTE: host synchronisation; at the end of training, or if several iterations are unread."""
         torch.cuda.synchronize()
 
 
-def _wait_unrecorded(work) -> None:
-    original = getattr(type(work).wait, "_megatron_ciera_original", type(work).wait)
-    original(work)
+def when_done(work, clock: HostClock | CudaClock, done: Callable) -> None:
+    """Calls `done` with a stamp of the end of `work`, without waiting for it.
+
+    On CPU the thread that finishes the work calls. On a GPU torch calls at once, with a stream of its own current that
+    waits for the work, and the stamp is an event of that stream. `work.wait()` on a side stream would not do: it
+    also gives up the tensors that NCCL still reads. Work without a future (gloo's reduce-scatter) is never told: its
+    end is when somebody has waited for it.
+    """
+    try:
+        future = work.get_future()
+    except RuntimeError:
+        return
+    future.add_done_callback(lambda _: done(clock.stamp()))
+
+
+def on_gpu() -> bool:
+    """Whether there is a CUDA or ROCm device; the CPU layer's stand-in does not count."""
+    return torch.cuda.is_available() and bool(torch.version.cuda or torch.version.hip)
 
 
 def make_clock() -> HostClock | CudaClock:
-    """CUDA events where there is CUDA (on a machine without, torch.cuda is the CPU layer's stand-in)."""
-    return CudaClock() if torch.cuda.is_available() and torch.version.cuda else HostClock()
+    """Events where there is a device."""
+    return CudaClock() if on_gpu() else HostClock()

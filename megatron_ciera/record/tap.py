@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ciera.record.clock import on_gpu, when_done
+
 # Method of ProcessGroup: (kind, which argument is the whole of what is gathered, reduced or sent).
 _METHODS = {
     "_allgather_base": ("all_gather", 0),
@@ -149,7 +151,7 @@ class Tap:
         if not hasattr(owner.wait, _MARK):
             self._replace(owner, "wait", self._wait)
         self._calls[id(work)] = calls[-1]
-        self.clock.when_done(work, calls[-1].group, done)
+        when_done(work, self.clock, done)
 
     def _wait(self, original, work, *args, **kwargs):
         call = self._calls.pop(id(work), None)
@@ -165,7 +167,7 @@ class Tap:
 
 
 def _capturing() -> bool:
-    return bool(torch.version.cuda) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return on_gpu() and torch.cuda.is_current_stream_capturing()
 
 
 def _num_bytes(tensors) -> int:
