@@ -6,7 +6,7 @@ import torch
 
 from megatron_ciera.param_gather.codec import new_flags
 
-SIZES = (0, 1, 2, 511, 512, 513, 2047, 2048, 2049, 4099, 8191)
+SIZES = (0, 1, 2, 511, 512, 513, 4095, 4096, 4097, 8191, 12289)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORD = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
 

@@ -26,7 +26,7 @@ def compare(name: str, dtype: torch.dtype) -> None:
     for size, cases in (
         (1, ("noise",)),
         (600, ("training with specials", "noise")),
-        (2049, ("training with specials", "unchanged")),
+        (4097, ("training with specials", "unchanged")),
     ):
         for case in cases:
             old, new = patterns(size, dtype)[case]

@@ -15,7 +15,7 @@ CODERS = ("ans", "packed")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_damaged_payloads_are_flagged_before_anything_is_stored(name, coder, dtype):
     codec = make_codec(name, coder, dtype)
-    old, new = training_pair(9000, dtype)
+    old, new = training_pair(18_000, dtype)
     before, after = to_words(old).split(HASH_BLOCK), to_words(new).split(HASH_BLOCK)
     noticed = 0
     for payload in damaged(round_trip(codec, old, new)):

@@ -5,15 +5,12 @@ from ..kernels.delta_packed_encode import write_totals
 from ..kernels.exponents_packed import decode_exponents, encode_exponents, hash_exponents, start_payloads
 from .container import num_hash_blocks
 from .packed_exponents import PackedExponentReuse
-from .packed_triton import TritonPlans, check_outs
-from .plans import is_aligned
+from .packed_triton import TritonPlans, aligned_words, check_outs
 
 
 class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
     """Three to four launches an encode, one or two a decode, whatever the number of segments; one a state
     update."""
-
-    decode_options = {"num_warps": 4}
 
     def __init__(self, dtype, block_size, device):
         super().__init__(dtype, block_size, device)
@@ -34,6 +31,7 @@ class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
         if not words:
             return
         check_outs(self, words, outs)
+        words = aligned_words(words)
         blocks, table = self.encode_table(words, states, outs)
         start_payloads[(len(words),)](table, sizes, self.identity, self.block_size, num_warps=1)
         for part, full in ((blocks.whole, True), (blocks.tails, False)):
@@ -46,7 +44,7 @@ class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
                     self.multipliers,
                     **self.format,
                     FULL=full,
-                    ALIGNED=is_aligned(words),
+                    ALIGNED=True,
                     **self.encode_options,
                 )
         write_totals[(len(words),)](table, sizes, num_warps=1)
@@ -54,6 +52,7 @@ class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
     def decode_apply_many(self, payloads, words, flags):
         if not words:
             return
+        targets, words = words, aligned_words(words)
         blocks, table = self.decode_table(payloads, words)
         for part, full in ((blocks.whole, True), (blocks.tails, False)):
             if len(part):
@@ -67,6 +66,9 @@ class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
                     self.block_size,
                     **self.format,
                     FULL=full,
-                    ALIGNED=is_aligned(words),
+                    ALIGNED=True,
                     **self.decode_options,
                 )
+        for target, decoded in zip(targets, words, strict=True):
+            if target is not decoded:
+                target.copy_(decoded)

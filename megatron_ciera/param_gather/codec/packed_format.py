@@ -15,7 +15,7 @@ import torch
 
 from .words import HASH_BLOCK, WordFormat
 
-REGION_BLOCKS = 128  # hash blocks that share one choice of (c1, c2)
+REGION_BLOCKS = 64  # hash blocks that share one choice of (c1, c2)
 SAMPLE_RUNS, SAMPLE_LANES = 32, 16  # a region is sampled in runs of neighbouring values
 NUM_SCALES, NUM_GAPS = 8, 4  # candidates: c2 = mean - 1 + 0..7, c1 = c2 - 1, c2 - 2, c2 - 3 or 0
 ESCAPE_BITS = 32

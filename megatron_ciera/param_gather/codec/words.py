@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-HASH_BLOCK = 2048  # values covered by one verification hash
+HASH_BLOCK = 4096  # values covered by one verification hash
 _SPLITMIX_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # two independent streams: digits of pi
 
 

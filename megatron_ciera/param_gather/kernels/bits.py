@@ -7,7 +7,7 @@ handled as [R, K, 8 / K] tensors, made from [R, 8] ones by a reshape that leaves
 import triton
 import triton.language as tl
 
-HASH_BLOCK = tl.constexpr(2048)  # as codec/words.py
+HASH_BLOCK = tl.constexpr(4096)  # as codec/words.py
 
 
 @triton.jit

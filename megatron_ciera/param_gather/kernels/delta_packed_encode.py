@@ -129,17 +129,17 @@ def choose_centres(
 def store_escapes(
     base, new_words, escaped, row_rank, WORD32: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Escaped values (1 in int32 [R, 8]) as position and word, in order; ``row_rank``: escapes in earlier
+    """Escaped values (bool [R, 8]) as position and word, in order; ``row_rank``: escapes in earlier
     rows, int32 [R]."""
     CHUNK: tl.constexpr = 8 // CHUNKS
-    each = tl.reshape(escaped, [ROWS, CHUNKS, CHUNK])
+    each = tl.reshape(escaped.to(tl.int32), [ROWS, CHUNKS, CHUNK])
     in_chunk = tl.sum(each, 2)
     chunk_rank = tl.cumsum(in_chunk, 1) - in_chunk + row_rank[:, None]
     rank = chunk_rank[:, :, None] + tl.cumsum(each, 2) - 1
     flat = tl.reshape(rank, [ROWS, 8])
     position = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    half = upper_half(tl.load(new_words + position, mask=escaped != 0, other=0), WORD32)
-    tl.store(base + flat, (position | (half << 16)).to(tl.uint32, bitcast=True), mask=escaped != 0)
+    half = upper_half(tl.load(new_words + position, mask=escaped, other=0), WORD32)
+    tl.store(base + flat, (position | (half << 16)).to(tl.uint32, bitcast=True), mask=escaped)
 
 
 @triton.jit
@@ -193,20 +193,19 @@ def encode_blocks(
     b = clip_width(centre >> 8, exponent, MAX_B)
     beyond = z - (1 << a)
     near = beyond < 0
-    # int32 and not bool: Triton 3.6 loses bools when it moves them to another layout (fp32, unaligned words).
-    escaped = (-(beyond >> b) >> 31) & 1
-    plain = near | (escaped != 0)
+    escaped = (beyond >> b) > 0
+    plain = near | escaped
     width = tl.where(plain, a, b)
     if not FULL:
         width = tl.where(valid, width, 0)
-    code = tl.where(near, z, tl.where(escaped != 0, 0, beyond))
+    code = tl.where(near, z, tl.where(escaped, 0, beyond))
 
     # Step 2: chunks of codes, their places, and the block's size.
     width_in_chunk = tl.reshape(width, [ROWS, CHUNKS, CHUNK])
     inside = tl.cumsum(width_in_chunk, 2) - width_in_chunk
     chunk = tl.sum(tl.reshape(code, [ROWS, CHUNKS, CHUNK]) << (inside & 31), 2)
     chunk_bits = tl.sum(width_in_chunk, 2)
-    row_sums = tl.sum(chunk_bits, 1) + (tl.sum(escaped, 1) << BITS_FIELD)
+    row_sums = tl.sum(chunk_bits, 1) + (tl.sum(escaped.to(tl.int32), 1) << BITS_FIELD)
     before = tl.cumsum(row_sums, 0) - row_sums
     total = tl.sum(row_sums, 0)
     total_bits = total & BITS_MASK
