@@ -59,10 +59,10 @@ class CudaClock:
 def when_done(work, clock: HostClock | CudaClock, done: Callable) -> None:
     """Calls `done` with a stamp of the end of `work`, without waiting for it.
 
-    On CPU the thread that finishes the work calls. On a GPU torch calls at once, with a stream of its own current that
-    waits for the work, and the stamp is an event of that stream. `work.wait()` on a side stream would not do: it
-    also gives up the tensors that NCCL still reads. Work without a future (gloo's reduce-scatter) is never told: its
-    end is when somebody has waited for it.
+    On CPU the thread that finishes the work calls. On a GPU torch calls at once, with a stream current that waits for
+    the work, and the stamp is an event of that stream. `work.wait()` on a side stream would not do: it also gives
+    up the tensors that NCCL still reads. Work without a future (gloo's reduce-scatter) is never told: its end is
+    when somebody has waited for it.
     """
     try:
         future = work.get_future()

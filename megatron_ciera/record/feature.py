@@ -23,13 +23,15 @@ _SETTINGS = (
     *("global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_param_gather", "lr"),
 )
-_ROLES = {
-    "tensor": parallel_state.get_tensor_model_parallel_group,
-    "pipeline": parallel_state.get_pipeline_model_parallel_group,
-    "expert": parallel_state.get_expert_model_parallel_group,
-    "data": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
-    "expert data": parallel_state.get_expert_data_parallel_group,
-}
+_ROLES = (
+    ("tensor", parallel_state.get_tensor_model_parallel_group),
+    ("pipeline", parallel_state.get_pipeline_model_parallel_group),
+    ("expert", parallel_state.get_expert_model_parallel_group),
+    ("data", lambda: parallel_state.get_data_parallel_group(with_context_parallel=True)),
+    ("expert data", parallel_state.get_expert_data_parallel_group),
+    # Counts of tokens go here, with one member for each expert-parallel rank if experts are not tensor-parallel.
+    ("expert", parallel_state.get_expert_tensor_and_model_parallel_group),
+)
 
 
 class RecordFeature(Feature):
@@ -129,7 +131,7 @@ def group_roles(ranks_per_node: int) -> dict[str, dict]:
     per_node: members on the node of the group's first rank.
     """
     roles = {}
-    for role, get in _ROLES.items():
+    for role, get in _ROLES:
         group = get()
         ranks = dist.get_process_group_ranks(group)
         near = sum(rank // ranks_per_node == ranks[0] // ranks_per_node for rank in ranks)

@@ -69,18 +69,18 @@ def _run(given: argparse.Namespace) -> None:
     gpu = hardware(config.cluster, given.efficiency)
     rates = _rates(given, job)
     assumed = Assumptions(rates, given.rows_removed, given.rank_load)
-    sizes = [int(size) for size in given.gpus.split(",")] if given.gpus else default_sizes(job)
-    names = given.features.split(",") if given.features else default_features(job)
-    variants = [parse_features(name) for name in names]
-    source = {"source": "analytic"}
     if given.trace:
         projections, source = _replayed(given, config.cluster, gpu, assumed)
     else:
+        sizes = [int(size) for size in given.gpus.split(",")] if given.gpus else default_sizes(job)
+        names = given.features.split(",") if given.features else default_features(job)
+        variants = [parse_features(name) for name in names]
         projections = [
             project(job, config.cluster, gpu, variant, assumed, size)
             for size in sizes
             for variant in variants
         ]
+        source = {"source": "analytic"}
     facts = {
         "config": given.config,
         **source,
@@ -105,7 +105,8 @@ def _replayed(given, cluster, gpu, assumed: Assumptions) -> tuple[list[Projectio
     world = trace.header["world"]
     sizes = [int(size) for size in given.gpus.split(",")] if given.gpus else [world]
     if given.features:
-        variants = [parse_features(name) for name in given.features.split(",")]
+        names = given.features.split(",")
+        variants = [RECORDED if name in ("recorded", "stock") else parse_features(name) for name in names]
     else:
         variants = [RECORDED]
         variants += [] if "ciera" in trace.header["features"] else [parse_features("ciera")]

@@ -32,9 +32,7 @@ class Target:
 def replay_as_recorded(trace: Trace) -> float:
     """Seconds of the typical iteration with every collective as long as it was: the recorded time again."""
     iteration = trace.typical()
-    player = _Player(
-        iteration, lambda call, before: (Cost(max(0.0, call.end - max(call.start, before))), None)
-    )
+    player = _Player(iteration, lambda call: (Cost(call.end - call.start), None), queued=False)
     return max(span.end for span in simulate(player.ops, {"intra": 1.0, "inter": 1.0}))
 
 
@@ -100,7 +98,7 @@ class _World:
             old, new = (routing(experts, topk, ranks, each, target.rows_removed) for each in (before, now))
             self.rows, self.row_factor = new.rows, new.remote / old.remote
 
-    def cost(self, call: Collective, before: float):
+    def cost(self, call: Collective):
         """(network cost, planned gather or None) of one collective."""
         group = self._group(call)
         cluster = self.target.cluster
@@ -136,12 +134,15 @@ class _World:
 
 
 class _Player:
-    """Turns an iteration into operations; `cost(call, end of the call before it in its group)` prices them."""
+    """Turns an iteration into operations; `cost(call)` prices its collectives.
 
-    def __init__(self, iteration: Iteration, cost):
+    queued: those of one group run one after another, as NCCL runs them; else each when it is issued.
+    """
+
+    def __init__(self, iteration: Iteration, cost, queued: bool = True):
+        self._queued = queued
         self.ops: list[Op] = []
         self.last: tuple[str, ...] = ()
-        ended: dict[str, float] = {}
         done: dict[int, str] = {}
         calls = _clamped(iteration)
         for number, step in enumerate(iteration.steps):
@@ -149,8 +150,7 @@ class _Player:
                 self._compute(f"{number}.compute", step.seconds)
             elif step.what == "launch":
                 call = calls[step.call]
-                price, gather = cost(call, ended.get(call.role, 0.0))
-                ended[call.role] = call.end
+                price, gather = cost(call)
                 done[step.call] = self._launch(step.call, call, price, gather)
             elif step.call in done:
                 # What the host needed to notice that the collective had ended stays as recorded.
@@ -163,10 +163,11 @@ class _Player:
 
     def _launch(self, number: int, call: Collective, price: Cost, gather) -> str:
         key, after = f"{number}.{call.kind}", self.last
+        stream = f"group {call.role}" if self._queued else key
         if gather is not None and gather.coded:
             self.ops.append(Op(f"{number}.encode", "codec", "encode", gather.encode, {}, after))
             after = (f"{number}.encode",)
-        self.ops.append(Op(key, _kind(call), f"group {call.role}", price.seconds, price.traffic, after))
+        self.ops.append(Op(key, _kind(call), stream, price.seconds, price.traffic, after))
         if gather is not None and gather.coded:
             self.ops.append(Op(f"{number}.decode", "codec", "decode", gather.decode, {}, (key,)))
             return f"{number}.decode"

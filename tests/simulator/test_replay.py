@@ -147,7 +147,10 @@ cluster: {gpu: H200, nodes: 1, gpus_per_node: 4, memory_bandwidth_gb_s: 4800,
           intra_node: {bandwidth_gb_s: 1.0e-6, latency_us: 1}, inter_node: {bandwidth_gb_s: 1.0e-6, latency_us: 1}}
 """
     )
-    code = cli.main(["--config", str(config), "--trace", write(tmp_path), "--gpus", "4,8", "--json"])
+    words = ["--config", str(config), "--trace", write(tmp_path)]
+    assert cli.main([*words, "--features", "recorded"]) == 0
+    assert "replayed as recorded 6000.0 ms (host times of gloo" in capsys.readouterr().out
+    code = cli.main([*words, "--gpus", "4,8", "--json"])
     document = json.loads(capsys.readouterr().out)
     assert code == 0
     assert document["recorded_seconds"] == document["replayed_as_recorded_seconds"] == 6
