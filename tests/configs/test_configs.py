@@ -1,10 +1,14 @@
 """Every file in configs/ goes the launcher's way: our expansion, Megatron's parser and validation, our rules."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_ciera import flags, install, validation, yaml_config
+from megatron_ciera.simulator.job import job_from_config
+from megatron_ciera.simulator.model import stage_parameters
+from megatron_ciera.simulator.network import links
 from tests.launching import launch
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -52,6 +56,55 @@ def test_config_passes_megatron_and_our_rules(path, validated):
     assert config.ciera and config.correlated_placement and config.dedup_dispatch
     assert args.num_experts % args.expert_model_parallel_size == 0
     assert cluster.intra_node.bandwidth_gb_s > cluster.inter_node.bandwidth_gb_s
+    # The simulator reads the same file without Megatron and must find what Megatron found.
+    job = job_from_config(yaml_config.load_config(str(path)))
+    assert (job.world, job.data, job.tensor, job.expert, job.pipeline, job.expert_tensor) == (
+        args.world_size,
+        args.data_parallel_size,
+        args.tensor_model_parallel_size,
+        args.expert_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+    )
+    assert (job.num_layers, job.hidden, job.ffn, job.expert_ffn, job.topk, job.head_width) == (
+        args.num_layers,
+        args.hidden_size,
+        args.ffn_hidden_size,
+        args.moe_ffn_hidden_size,
+        args.moe_router_topk,
+        args.kv_channels,
+    )
+    assert job.query_groups == (args.num_query_groups if args.group_query_attention else job.heads)
+    assert job.tokens_per_step == args.global_batch_size * args.seq_length
+    moe = args.moe_layer_freq
+    assert job.is_moe == tuple(bool(one) for one in (moe if isinstance(moe, list) else [1] * job.num_layers))
+    assert job.gated == args.swiglu and job.tied_embeddings != args.untie_embeddings_and_output_weights
+    assert (job.overlap_grad_reduce, job.overlap_param_gather) == (
+        args.overlap_grad_reduce,
+        args.overlap_param_gather,
+    )
+    assert links(cluster) == {
+        "intra": cluster.intra_node.bandwidth_gb_s * 1e9,
+        "inter": cluster.inter_node.bandwidth_gb_s * 1e9,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("olmoe_1b_7b_a100_2n", 6.92),
+        ("olmoe_1b_7b_h200_1n", 6.92),
+        ("deepseek_moe_16b_a100_2n", 16.4),
+        ("qwen2_57b_a14b_a100_4n", 57.4),
+        ("minicpm_moe_8x2b_a100_2n", 13.6 + 0.28),  # published without embeddings
+        ("mixtral_8x7b_a100_4n", 46.7),
+    ],
+)
+def test_models_have_their_published_size(name, billions):
+    path = next(path for path in CONFIGS if path.stem == name)
+    job = replace(job_from_config(yaml_config.load_config(str(path))), tensor=1, expert=1)
+    held = stage_parameters(job, 0)
+    assert (held.dense + held.expert) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
