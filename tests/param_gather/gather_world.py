@@ -18,7 +18,7 @@ from megatron_ciera.param_gather.layout import Run
 from megatron_ciera.param_gather.ledger import Ledger
 from megatron_ciera.param_gather.transfer import Ring
 
-SMALL = Tuning(piece_bytes=1 << 16, num_slots=2, wave_buckets=2)
+SMALL = Tuning(piece_bytes=1 << 14, num_slots=2, wave_buckets=2)
 
 
 def run_world(size: int, body: Callable, *args) -> list:

@@ -15,7 +15,7 @@ def _runs(count: int) -> list[Run]:
 
 
 def _buckets(size: int) -> tuple[list[int], list[list[Run]]]:
-    counts = [128 * size * 301, 128 * size, 128 * size * 97]
+    counts = [128 * size * 97, 128 * size, 128 * size * 33]
     return counts, [_runs(count) for count in counts]
 
 
