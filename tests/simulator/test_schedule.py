@@ -168,10 +168,12 @@ def test_every_config_is_projected(path):
     assert sum(stock.split.values()) == pytest.approx(stock.seconds)
     # Selection looks at gathers alone: where compute hides them, encoding can cost a little.
     assert results["ciera"].seconds <= 1.02 * stock.seconds
+    assert default_sizes(job)[-1] == 1024
+    if job.expert == 1:
+        return
     rows = [results[name].rows for name in ("stock", "dedup", "placement")]
     assert rows == sorted(rows, reverse=True)
     assert results["placement"].seconds < results["dedup"].seconds <= stock.seconds
-    assert default_sizes(job)[-1] == 1024
 
 
 def test_1024_gpus_with_64_layers_take_seconds():
