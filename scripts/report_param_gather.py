@@ -114,6 +114,7 @@ def bench(options, folder: Path) -> dict:
         command = [sys.executable, str(Path(__file__).resolve().parent / "bench_param_gather.py"), "--json"]
         command += ["--gpus", str(options.gpus), "--repeats", str(options.repeats), *same]
         command += ["--num-values", str(options.num_values), "--links", *options.links]
+        command += ["--modes", *options.modes] if options.modes else []
         command += ["--weights", *options.weights]
         process = subprocess.run(command, capture_output=True, text=True)
         (folder / f"bench_{len(same)}.log").write_text(process.stderr)
@@ -125,7 +126,7 @@ def steps(options, folder: Path) -> dict:
     """Iteration times, medians after the warm-up."""
     bf16 = ["--grad-reduce-in-bf16"]
     plans = []
-    for link in options.links:
+    for link in reversed(options.links):
         plans += [(link, "plain", []), (link, "auto", CIERA)]
     slow = options.links[-1]
     plans += [
@@ -139,12 +140,15 @@ def steps(options, folder: Path) -> dict:
     ]
     results: dict = {}
     for link, name, flags in plans:
+        if options.only and name not in options.only:
+            continue
         if time.time() > options.deadline:
             results.setdefault(link, {})[name] = {"exit": "not run: out of time"}
             continue
         place = folder / f"{link}_{name}".replace(" ", "_").replace(",", "")
         count = ["--train-iters", str(options.step_iterations)]
-        found = train(place, options.gpus, [*MODEL, *count, *flags], LINKS[link], 150)
+        size = ["--num-layers", str(options.step_layers)]
+        found = train(place, options.gpus, [*MODEL, *size, *count, *flags], LINKS[link], 150)
         seconds = found["seconds"][options.step_iterations // 2 :]
         found["seconds"] = statistics.median(seconds) if seconds else None
         records = place / "iterations.jsonl"
@@ -198,6 +202,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parity-iterations", type=int, default=500)
     parser.add_argument("--parity-timeout", type=int, default=240)
     parser.add_argument("--step-iterations", type=int, default=14)
+    parser.add_argument("--step-layers", type=int, default=8)
+    parser.add_argument("--only", nargs="+", default=None, help="of the runs of `steps`, these")
+    parser.add_argument("--modes", nargs="+", default=None, help="of the benchmark's modes, these")
     parser.add_argument("--num-values", type=int, default=1 << 28)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=60, help="start no training run after so long")
