@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from placement.file import DECODER, LayerId
-from placement.serving_trace import LOAD_ONLY_REASON
+from placement.load_file import LOAD_NAMES, LOAD_ONLY_REASON
 
 _BLOCK_TOKENS = 65536
 _SPOOL_BYTES = 1 << 28
-_LOAD_ONLY = ("logical_count", "weight", "expert_load", "load")
 
 
 class ArrayTrace:
@@ -65,7 +64,7 @@ def _choose_array(path: Path, array: str | None) -> str:
         ) from None
     wanted = array or "top_indices"
     if wanted not in names:
-        load_only = [name for name in names if name in _LOAD_ONLY]
+        load_only = [name for name in names if name in LOAD_NAMES]
         if load_only and not array:
             raise ValueError(f"trace {path}: holds only expert loads ({load_only[0]}): {LOAD_ONLY_REASON}")
         option = f"--array {array}" if array else "no --array given and no top_indices"

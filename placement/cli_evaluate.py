@@ -6,8 +6,9 @@ import sys
 
 from placement import cli_common
 from placement.cli_common import percent, positive_int, say
-from placement.evaluate import evaluate, layers_in_trace
+from placement.evaluate import evaluate, evaluate_loads, layers_in_trace
 from placement.file import Placement
+from placement.load_file import read_loads
 from placement.table_file import load_tables
 from placement.trace import iterate_tokens
 
@@ -35,6 +36,31 @@ def main(argv=None) -> int:
 def _main(argv) -> int:
     args = build_parser().parse_args(argv)
     placement = Placement.load(args.placement)
+    loads = read_loads(args.traces)
+    report = _evaluate_loads(placement, loads, args) if loads else _evaluate_trace(placement, args)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _print_table(placement, report)
+    return 0
+
+
+def _evaluate_loads(placement: Placement, loads, args) -> dict:
+    asked = {"--array": args.array, "--skip-tokens": args.skip_tokens, "--num-tokens": args.num_tokens}
+    for flag, value in asked.items():
+        if value:
+            raise ValueError(
+                f"{flag} {value}: {loads.source} holds expert loads ({loads.name}) and no tokens"
+            )
+    report = evaluate_loads(placement, loads.loads)
+    say(
+        f"note: {loads.source} holds expert loads only ({loads.name}), which do not say which experts are "
+        "selected together: rank load is evaluated, rows removed and locality are not"
+    )
+    return report
+
+
+def _evaluate_trace(placement: Placement, args) -> dict:
     tables = load_tables(placement.tables_path, placement)
     reader = cli_common.open_trace_arguments(args)
     rows = layers_in_trace(placement, reader.layer_ids, reader.source_layers)
@@ -44,11 +70,7 @@ def _main(argv) -> int:
         report = evaluate(placement, _counted(blocks, progress), rows, tables)
     for note in reader.notes:
         say(note)
-    if args.json:
-        print(json.dumps(report))
-    else:
-        _print_table(placement, report)
-    return 0
+    return report
 
 
 def _counted(blocks, progress):

@@ -166,7 +166,6 @@ def _print_table(args, result, seconds: float) -> None:
     print("layer            contiguous  placed      contiguous  placed     gain")
     for layer in result.layers:
         gain = f"{percent(layer.held_out_gain)} ({layer.held_out_sigmas:.1f} s.e.)"
-        gain = gain if layer.changed else f"left contiguous: {gain}"
         print(
             f"{layer.layer_id!s:<16} {percent(layer.rows_removed_contiguous):>10}  "
             f"{percent(layer.rows_removed):>6}      {layer.rank_load_contiguous:>10.2f}  "

@@ -5,7 +5,7 @@ import numpy as np
 from placement.file import LayerId, Placement
 from placement.fit import check_experts
 from placement.prediction import LocalityCounter
-from placement.rows import RowCounter, contiguous_expert_to_rank
+from placement.rows import RowCounter, contiguous_expert_to_rank, load_ratio
 
 KEYS = (
     "rows_removed_contiguous",
@@ -69,12 +69,42 @@ def evaluate(placement: Placement, blocks, rows: list[int], tables=None) -> dict
     return {**{key: _mean(layers, key) for key in KEYS}, "layers": layers}
 
 
+def evaluate_loads(placement: Placement, loads: np.ndarray) -> dict:
+    """Rank load of a placement from [layers, num_experts] loads. The object of `--json`; the rest is null.
+
+    Layers without any load (dense ones) are left out when that makes the number of layers fit. Raises
+    ValueError when the loads are of another model.
+    """
+    found = list(loads.shape)
+    if len(loads) != len(placement.layers):
+        loads = loads[loads.sum(axis=1) > 0]
+    wanted = (len(placement.layers), placement.num_experts)
+    if loads.shape != wanted:
+        raise ValueError(
+            f"loads have shape {found} ({len(loads)} layers with load), the placement is of "
+            f"{list(wanted)} [layers, experts]; give loads of the same model"
+        )
+    size = placement.expert_parallel_size
+    contiguous = contiguous_expert_to_rank(placement.num_experts, size)
+    layers = []
+    for index, (layer, load) in enumerate(zip(placement.layers, loads, strict=True)):
+        ratios = [
+            load_ratio(np.bincount(ranks, weights=load, minlength=size))
+            for ranks in (contiguous, placement.expert_to_rank(index))
+        ]
+        entry = _names(layer.layer_id) | dict.fromkeys(KEYS)
+        layers.append(entry | {"rank_load_contiguous": ratios[0], "rank_load": ratios[1]})
+    return {**{key: _mean(layers, key) for key in KEYS}, "layers": layers}
+
+
+def _names(layer_id: LayerId) -> dict:
+    block = {"block": layer_id.block} if layer_id.block != "decoder" else {}
+    return {"layer": layer_id.layer, **block}
+
+
 def _layer_entry(layer_id: LayerId, before: RowCounter, after: RowCounter, locality) -> dict:
-    entry = {"layer": layer_id.layer}
-    if layer_id.block != "decoder":
-        entry["block"] = layer_id.block
     return {
-        **entry,
+        **_names(layer_id),
         "rows_removed_contiguous": before.rows_removed,
         "rows_removed": after.rows_removed,
         "rank_load_contiguous": before.rank_load,

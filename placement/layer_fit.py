@@ -137,11 +137,9 @@ def _search_levels(matrix, selected, weights, ranks, ranks_per_node: int, limit)
     if num_nodes == 1:
         return _search_both(matrix, selected, weights, ranks, ranks, num_ranks, limit, None)
 
-    def same_node(current):
-        nodes = current // ranks_per_node
-        return nodes[:, None] == nodes[None, :]
-
     ranks = _search_both(matrix, selected, weights, ranks, ranks // ranks_per_node, num_nodes, limit, None)
+    nodes = ranks // ranks_per_node
+    same_node = nodes[:, None] == nodes[None, :]
     return _search_both(matrix, selected, weights, ranks, ranks, num_ranks, limit, same_node)
 
 

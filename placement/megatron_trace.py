@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from placement.file import DECODER, MTP, LayerId
+from placement.stage_check import stages_of
 
 _NAME = re.compile(r"router_trace_rank(\d+)\.jsonl")
 _DAMAGED_SHARE = 0.05
@@ -103,6 +104,8 @@ class MegatronTrace:
                 self._refuse_uneven(keys)
             every = [set(steps[column[stage]].records) for column in self.columns if steps[column[stage]]]
             stage_keys.append(sorted(next(iter(keys)) if keys else set().union(*every), key=_key_order))
+        if self.stages == 1:
+            self._refuse_hidden_stages(steps, stage_keys[0])
         offsets = self._stage_offsets(stage_keys)
         self.keys = []
         for stage, keys in enumerate(stage_keys):
@@ -127,6 +130,23 @@ class MegatronTrace:
             f"--pipeline-model-parallel-size if the run had several stages (found {self.stages}), or "
             "record again"
         )
+
+    def _refuse_hidden_stages(self, steps, keys) -> None:
+        """Raises ValueError when ranks taken for data parallel ones are stages of one pipeline."""
+        choices = {}
+        for rank, step in steps.items():
+            if step is not None and not step.damaged:
+                layers = [np.concatenate(step.records[key])[:, 0] for key in keys]
+                if len({len(layer) for layer in layers}) == 1:
+                    choices[rank] = np.stack(layers)
+        stages = stages_of(choices) if len(choices) > 1 else []
+        if stages:
+            first = min(choices)
+            raise ValueError(
+                f"trace {self.source}: ranks {first} and {stages[0]} route the same tokens at different layers: "
+                "they are pipeline stages with the same layer numbers; give --pipeline-model-parallel-size of "
+                f"the run (found 1; {len(self.files) // (stages[0] - first)} would fit)"
+            )
 
     def _stage_offsets(self, stage_keys) -> list[int]:
         """Global number of each stage's first layer."""

@@ -6,7 +6,7 @@
   not in the file and has to be given.
 - SGLang recorder, mode per_token (`.pt`, read with torch): `records[*]["topk_ids_of_layer"]` [layers, tokens,
   8], -1 where nothing was selected; ids are physical slots, mapped back by `last_physical_to_logical_map`.
-- Load only (SGLang `logical_count`, EPLB `weight`): no co-selection in them.
+- Load only (SGLang `logical_count`, EPLB `weight`): refused here, read by `load_file.py`.
 """
 
 import base64
@@ -18,12 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from placement.file import DECODER, LayerId
+from placement.load_file import LOAD_NAMES, LOAD_ONLY_REASON
 
 _KEYS = ("prompt_routed_experts", "routed_experts")
-LOAD_ONLY_REASON = (
-    "loads say how often an expert is selected, not which are selected together, so nothing can be placed by "
-    "them; record each token's experts instead"
-)
 
 
 class ServingTrace:
@@ -148,7 +145,8 @@ def _find_experts(value):
                 yield from _find_experts(item)
 
 
-def _recorder_blocks(path: Path):
+def load_torch(path: Path):
+    """The content of a `.pt` file; raises ValueError when torch is missing or cannot read it."""
     try:
         import torch
     except ImportError:
@@ -156,12 +154,16 @@ def _recorder_blocks(path: Path):
             f"trace {path}: reading .pt needs torch; install it or convert the dump to .npz"
         ) from None
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"trace {path}: torch cannot read it ({error}); record again") from None
+
+
+def _recorder_blocks(path: Path):
+    content = load_torch(path)
     if not isinstance(content, dict) or "records" not in content:
         keys = sorted(content) if isinstance(content, dict) else type(content).__name__
-        if isinstance(content, dict) and {"logical_count", "weight"} & set(content):
+        if isinstance(content, dict) and set(LOAD_NAMES) & set(content):
             raise ValueError(f"trace {path}: holds only expert loads ({', '.join(keys)}): {LOAD_ONLY_REASON}")
         raise ValueError(f"trace {path}: found {keys}, wanted SGLang's per_token records; use mode per_token")
     to_logical = np.asarray(content["last_physical_to_logical_map"])

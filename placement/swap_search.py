@@ -1,7 +1,7 @@
 """Kernighan-Lin passes over swaps of two experts, for any objective that can price every swap at once.
 
-An objective offers `gains(cluster)` -> [num_experts, num_experts] (gain of swapping experts a and b, larger
-is better) and `swap(a, b)`. Two are here: `PairObjective` (the paper's: co-selections inside a rank) and
+An objective offers `gains(experts)` -> [experts, num_experts] (gain of swapping experts a and b, larger is
+better) and `swap(a, b)`, which changes only gains of experts in the two clusters. Two are here: `PairObjective` (the paper's: co-selections inside a rank) and
 `RowObjective` (exact rows sent: distinct (token, rank) pairs). They agree for topk = 2 only: m experts of a
 token on one rank save m - 1 rows but count m (m - 1) / 2 pairs.
 """
@@ -35,14 +35,17 @@ class LoadLimit:
         loads = self.rank_loads(expert_to_rank, num_ranks)
         return bool((loads.max(axis=1) <= self.limits + 1e-9).all())
 
-    def allowed(self, expert_to_rank: np.ndarray, num_ranks: int) -> np.ndarray:
-        """[num_experts, num_experts] bool: swaps after which both ranks respect the limits."""
-        allowed = np.ones((len(expert_to_rank), len(expert_to_rank)), dtype=bool)
+    def allowed(self, expert_to_rank: np.ndarray, num_ranks: int, experts=None) -> np.ndarray:
+        """[experts, num_experts] bool: swaps of `experts` (default: all) after which both ranks respect the
+        limits."""
+        experts = slice(None) if experts is None else experts
+        allowed = True
         rank_loads = self.rank_loads(expert_to_rank, num_ranks)
         for loads, limit, ranks in zip(self.loads, self.limits, rank_loads, strict=True):
-            room = (limit - ranks)[expert_to_rank] + 1e-9
-            growth = loads[None, :] - loads[:, None]
-            allowed &= (growth <= room[:, None]) & (-growth <= room[None, :])
+            # Expert a may be replaced on its rank by any expert of at most this load.
+            largest = loads + (limit - ranks)[expert_to_rank] + 1e-9
+            allowed &= loads[None, :] <= largest[experts, None]
+            allowed &= loads[experts, None] <= largest[None, :]
         return allowed
 
 
@@ -56,11 +59,13 @@ class PairObjective:
         members[np.arange(len(cluster)), cluster] = 1.0
         self.to_cluster = self.matrix @ members
 
-    def gains(self) -> np.ndarray:
-        to_other = self.to_cluster[:, self.cluster]
-        own = np.diagonal(to_other)
-        one_way = to_other - own[:, None]
-        return one_way + one_way.T - 2.0 * self.matrix
+    def gains(self, experts=None) -> np.ndarray:
+        experts = np.arange(len(self.cluster)) if experts is None else experts
+        own = self.to_cluster[np.arange(len(self.cluster)), self.cluster]
+        gains = self.to_cluster[experts][:, self.cluster] - own[experts, None]
+        gains += self.to_cluster[:, self.cluster[experts]].T - own[None, :]
+        gains -= 2.0 * self.matrix[experts]
+        return gains
 
     def swap(self, first: int, second: int) -> None:
         p, q = self.cluster[first], self.cluster[second]
@@ -97,9 +102,11 @@ class RowObjective:
         self.shared = alone.T @ selected
         np.fill_diagonal(self.shared, 0.0)
 
-    def gains(self) -> np.ndarray:
-        one_way = self.freed[:, None] - self.new[:, self.cluster] - self.shared
-        return one_way + one_way.T
+    def gains(self, experts=None) -> np.ndarray:
+        experts = np.arange(len(self.cluster)) if experts is None else experts
+        gains = self.freed[experts, None] - self.new[experts][:, self.cluster] - self.shared[experts]
+        gains += self.freed[None, :] - self.new[:, self.cluster[experts]].T - self.shared[:, experts].T
+        return gains
 
     def swap(self, first: int, second: int) -> None:
         p, q = self.cluster[first], self.cluster[second]
@@ -153,8 +160,8 @@ class SumObjective:
     def cluster(self) -> np.ndarray:
         return self.first.cluster
 
-    def gains(self) -> np.ndarray:
-        return self.first.gains() + self.second.gains()
+    def gains(self, experts=None) -> np.ndarray:
+        return self.first.gains(experts) + self.second.gains(experts)
 
     def swap(self, first: int, second: int) -> None:
         self.first.swap(first, second)
@@ -169,7 +176,7 @@ def search(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, 
 
     Each pass makes the best allowed swap again and again, also when it loses, each expert at most once,
     and keeps the best prefix. `expert_to_rank` ([num_experts], updated copy returned) is what the load limit
-    sees; `objective.cluster` may be coarser (nodes). `allowed(expert_to_rank)`: extra [E, E] bool mask.
+    sees; `objective.cluster` may be coarser (nodes). `allowed`: [E, E] bool, swaps to choose from.
     `depth`: losing swaps in a row after which a pass ends. Deterministic: ties go to the lowest pair.
     """
     expert_to_rank = expert_to_rank.copy()
@@ -178,21 +185,21 @@ def search(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, 
     for _ in range(max_passes):
         swaps, best_length, total, best_total = [], 0, 0.0, 0.0
         free = np.ones(num_experts, dtype=bool)
+        options = (expert_to_rank, num_ranks, load_limit, allowed)
+        gains = _usable_gains(objective, free, np.arange(num_experts), *options)
         while len(swaps) - best_length < depth:
-            gains = objective.gains()
-            usable = objective.cluster[:, None] != objective.cluster[None, :]
-            usable &= free[:, None] & free[None, :]
-            if allowed is not None:
-                usable &= allowed(expert_to_rank)
-            if load_limit is not None:
-                usable &= load_limit.allowed(expert_to_rank, num_ranks)
-            flat = int(np.argmax(np.where(usable, gains, _FORBIDDEN)))
-            first, second = divmod(flat, num_experts)
-            if not usable[first, second]:
+            first, second = divmod(int(np.argmax(gains)), num_experts)
+            if gains[first, second] == _FORBIDDEN:
                 break
             total += float(gains[first, second])
+            clusters = objective.cluster
+            touched = (clusters == clusters[first]) | (clusters == clusters[second])
             _swap(objective, expert_to_rank, first, second)
             free[first] = free[second] = False
+            touched = np.flatnonzero(touched & free)
+            changed = _usable_gains(objective, free, touched, *options)
+            gains[touched], gains[:, touched] = changed, changed.T
+            gains[[first, second]] = gains[:, [first, second]] = _FORBIDDEN
             swaps.append((first, second))
             if total > best_total + 1e-3:
                 best_total, best_length = total, len(swaps)
@@ -201,6 +208,41 @@ def search(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, 
         if not best_length:
             break
     return expert_to_rank
+
+
+def search_reference(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, depth=4):
+    """Slow twin of `search`: prices every swap anew before each one."""
+    expert_to_rank = expert_to_rank.copy()
+    num_experts = len(expert_to_rank)
+    for _ in range(8):
+        swaps, totals, free = [], [0.0], np.ones(num_experts, dtype=bool)
+        while len(swaps) - int(np.argmax(totals)) < depth:
+            options = (expert_to_rank, num_ranks, load_limit, allowed)
+            gains = _usable_gains(objective, free, np.arange(num_experts), *options)
+            first, second = divmod(int(np.argmax(gains)), num_experts)
+            if gains[first, second] == _FORBIDDEN:
+                break
+            _swap(objective, expert_to_rank, first, second)
+            free[[first, second]] = False
+            swaps.append((first, second))
+            totals.append(totals[-1] + float(gains[first, second]))
+        kept = int(np.argmax(totals))
+        for first, second in reversed(swaps[kept:]):
+            _swap(objective, expert_to_rank, first, second)
+        if not kept:
+            break
+    return expert_to_rank
+
+
+def _usable_gains(objective, free, experts, expert_to_rank, num_ranks, load_limit, allowed) -> np.ndarray:
+    """[experts, num_experts] gains, minus infinity where a swap is not allowed."""
+    usable = objective.cluster[experts, None] != objective.cluster[None, :]
+    usable &= free[experts, None] & free[None, :]
+    if allowed is not None:
+        usable &= allowed[experts]
+    if load_limit is not None:
+        usable &= load_limit.allowed(expert_to_rank, num_ranks, experts)
+    return np.where(usable, objective.gains(experts), _FORBIDDEN)
 
 
 def _swap(objective, expert_to_rank, first, second):

@@ -7,6 +7,7 @@ import pytest
 from placement_traces import coupled_routing, record, write_rank, write_run
 
 from placement.file import LayerId
+from placement.stage_check import dependence
 from placement.trace import open_trace, read_tokens
 
 
@@ -187,3 +188,35 @@ def test_two_runs_in_one_file(tmp_path):
     write_rank(tmp_path, 0, lines + lines)
     with pytest.raises(ValueError, match="step 0 follows step 1"):
         whole(open_trace([tmp_path]))
+
+
+def dependent_layers(tokens, layers=4, num_experts=16):
+    """[layers, tokens, 2]: every layer's experts are a noisy image of the layer before, as for real tokens."""
+    rng = np.random.default_rng(0)
+    routing = [coupled_routing(1, tokens, num_experts)[0]]
+    for _ in range(layers - 1):
+        image = rng.permutation(num_experts)[routing[-1]]
+        other = coupled_routing(1, tokens, num_experts, seed=1)[0]
+        routing.append(np.where(rng.random((tokens, 1)) < 0.4, image, other).astype(np.int32))
+    return np.stack(routing)
+
+
+def test_stages_with_equal_layer_numbers_are_found_without_the_flag(tmp_path):
+    routing = dependent_layers(tokens=4 * 512)
+    write_run(tmp_path, routing, steps=1, records=2, ranks=2, tokens=512, stages=2)
+    message = "ranks 0 and 2 route the same tokens at different layers.*parallel-size .*2 would fit"
+    with pytest.raises(ValueError, match=message):
+        open_trace([tmp_path])
+    assert np.array_equal(whole(open_trace([tmp_path], pipeline_parallel_size=2)), routing)
+
+
+def test_data_parallel_ranks_are_no_stages(tmp_path):
+    routing = dependent_layers(tokens=4 * 1024, layers=2)
+    write_run(tmp_path, routing, steps=1, records=1, ranks=4, tokens=1024)
+    assert np.array_equal(whole(open_trace([tmp_path])), routing)
+
+
+@pytest.mark.parametrize("shift, stages", [(0, True), (7, False), (500, False)])
+def test_dependence_needs_equal_positions(shift, stages):
+    routing = dependent_layers(tokens=1024)[:, :, 0]
+    assert (dependence(routing[:2], np.roll(routing[2:], shift, axis=1)) > 10) == stages

@@ -8,7 +8,15 @@ from placement.co_selection import co_selection, co_selection_reference, expert_
 from placement.exhaustive import fewest_rows, num_partitions, partitions
 from placement.layer_fit import fit_layer, load_limit
 from placement.rows import contiguous_expert_to_rank, count_rows, rank_load
-from placement.swap_search import PairObjective, RowObjective, pair_search, row_search
+from placement.swap_search import (
+    PairObjective,
+    RowObjective,
+    SumObjective,
+    pair_search,
+    row_search,
+    search,
+    search_reference,
+)
 
 
 def test_co_selection_equals_slow_twin():
@@ -67,6 +75,25 @@ def test_small_fits_reach_the_optimum(topk, ranks, seed, tolerance):
     fitted = fit_layer(top_indices, 8, ranks, ranks, tolerance)
     best = fewest_rows(top_indices, 8, ranks, load_limit(top_indices, 8, ranks, tolerance))
     assert count_rows(top_indices, fitted) == count_rows(top_indices, best)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "rows", "both"])
+@pytest.mark.parametrize("limited, nodes", [(False, 8), (True, 8), (True, 2)])
+def test_search_equals_slow_twin(kind, limited, nodes):
+    top_indices = coupled_routing(1, 800, 32, 3, noise=0.4)[0]
+    ranks = contiguous_expert_to_rank(32, 8)
+    limit = load_limit(top_indices, 32, 8, 0.05) if limited else None
+
+    def objective():
+        pairs = PairObjective(co_selection(top_indices, 32), ranks * nodes // 8, nodes)
+        rows = RowObjective(incidence(top_indices, 32), None, ranks * nodes // 8, nodes)
+        return {"pairs": pairs, "rows": rows, "both": SumObjective(rows, pairs)}[kind]
+
+    allowed = np.random.default_rng(0).random((32, 32)) < 0.8
+    allowed |= allowed.T
+    found = search(objective(), ranks, 8, limit, allowed, depth=4)
+    assert np.array_equal(found, search_reference(objective(), ranks, 8, limit, allowed))
+    assert (found != ranks).any()
 
 
 def test_rows_beat_pairs_where_the_two_objectives_differ():

@@ -3,13 +3,14 @@
 import base64
 import io
 import json
+import re
 
 import numpy as np
 import pytest
 import yaml
 from placement_traces import coupled_routing
 
-from placement import LayerId, LayerPlacement, Placement, cli_fit
+from placement import LayerId, LayerPlacement, Placement, cli_evaluate, cli_fit
 from placement.trace import open_trace
 from placement.writers import sglang_text, tensorrt_llm_text
 
@@ -74,6 +75,63 @@ def test_load_only_dump_is_refused_with_the_reason(tmp_path):
         ValueError, match="only expert loads .logical_count.: .*not which are selected together"
     ):
         open_trace([tmp_path / "r.pt"])
+
+
+def loads_of(routing, num_experts=16):
+    return np.stack([np.bincount(layer.reshape(-1), minlength=num_experts) for layer in routing])
+
+
+@pytest.mark.parametrize("kind", ["npz", "pt", "two files", "steps", "dense layer"])
+def test_loads_are_evaluated_for_load_alone(tmp_path, capsys, kind):
+    routing = coupled_routing(layers=3, tokens=2048)
+    np.savez(tmp_path / "r.npz", top_indices=routing)
+    output = str(tmp_path / "p.json")
+    options = ["--expert-parallel-size", "4", "--num-tokens", "2048", "--output", output]
+    assert cli_fit.main([str(tmp_path / "r.npz"), *options]) == 0
+    loads, paths = loads_of(routing), [tmp_path / "l0.npz"]
+    if kind == "pt":
+        torch, paths = pytest.importorskip("torch"), [tmp_path / "l.pt"]
+        torch.save({"logical_count": torch.tensor(loads)[None]}, paths[0])
+    elif kind == "two files":
+        paths.append(tmp_path / "l1.npz")
+        for path, part in zip(paths, np.split(routing, 2, axis=1), strict=True):
+            np.savez(path, weight=loads_of(part))
+    elif kind == "steps":
+        np.savez(paths[0], logical_count=np.stack([loads_of(p) for p in np.split(routing, 4, axis=1)]))
+    else:
+        np.savez(paths[0], load=np.insert(loads, 1, 0, axis=0) if kind == "dense layer" else loads)
+    capsys.readouterr()
+    assert cli_evaluate.main([output, str(tmp_path / "r.npz"), "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert cli_evaluate.main([output, *map(str, paths), "--json"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert "not say which experts are selected together" in captured.err
+    for found, wanted in zip([report, *report["layers"]], [expected, *expected["layers"]], strict=True):
+        assert found.keys() == wanted.keys()
+        assert found["rows_removed"] is None and found["locality"] is None
+        assert found["rank_load"] == pytest.approx(wanted["rank_load"])
+        assert found["rank_load_contiguous"] == pytest.approx(wanted["rank_load_contiguous"])
+    assert cli_evaluate.main([output, *map(str, paths)]) == 0
+    assert cli_evaluate.main([output, *map(str, paths), "--skip-tokens", "4"]) == 2
+
+
+@pytest.mark.parametrize(
+    "loads, message",
+    [
+        (np.ones((2, 16)), r"loads have shape \[2, 16\].*placement is of \[3, 16\]"),
+        (np.ones((3, 8)), r"loads have shape \[3, 8\]"),
+        (np.zeros((3, 16)), "all loads are 0"),
+        (-np.ones((3, 16)), "wanted finite numbers from 0"),
+        (np.ones(16), r"wanted \[layers, experts\]"),
+    ],
+)
+def test_loads_of_another_model_are_refused(tmp_path, capsys, loads, message):
+    placement = Placement.contiguous([LayerId("decoder", i) for i in range(3)], 16, 2, 4)
+    placement.save(tmp_path / "p.json")
+    np.savez(tmp_path / "l.npz", load=loads)
+    assert cli_evaluate.main([str(tmp_path / "p.json"), str(tmp_path / "l.npz")]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_damaged_and_empty_dumps(tmp_path):
