@@ -13,26 +13,25 @@ NUM_COLUMNS = 7
 class LayerCounter:
     """Rows and assignments that this rank sent to each expert-parallel rank since the last reading.
 
-    rows, assignments: [EP] int64; tokens: [1] int64; hops, with relays: [4] int64, rows and then assignments
-    that left this rank inside its node and to other nodes. All on the device, so that counting never waits.
+    rows: [EP], assignments: [E] by slot, int64; hops, with relays: [4] int64, rows and then assignments that left
+    this rank inside its node and to other nodes. On the device, so that counting never waits.
     """
 
     rows: torch.Tensor
     assignments: torch.Tensor
-    tokens: torch.Tensor
     hops: torch.Tensor | None = None
+    tokens: int = 0
 
     @classmethod
-    def zeros(cls, num_ranks: int, device, relays: bool = False) -> "LayerCounter":
-        rows, assignments = torch.zeros((2, num_ranks), dtype=torch.int64, device=device)
-        tokens = torch.zeros(1, dtype=torch.int64, device=device)
-        hops = torch.zeros(4, dtype=torch.int64, device=device) if relays else None
-        return cls(rows, assignments, tokens, hops)
+    def zeros(cls, num_ranks: int, num_experts: int, device, relays: bool = False) -> "LayerCounter":
+        sizes = (num_ranks, num_experts, 4)
+        rows, assignments, hops = (torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
+        return cls(rows, assignments, hops if relays else None)
 
     def add(self, rows: torch.Tensor, expert_assignments: torch.Tensor, tokens: int) -> None:
         """[EP] rows for each rank, [E] assignments for each slot. No host synchronisation."""
         self.rows += rows
-        self.assignments += expert_assignments.view(len(self.rows), -1).sum(1)
+        self.assignments += expert_assignments
         self.tokens += tokens
 
     def add_hop(
@@ -51,17 +50,19 @@ class LayerCounter:
         """
         intra = same_node.clone()
         intra[my_rank] = False
-        columns = [self.rows.sum(), self.assignments.sum(), self.tokens[0]]
+        assignments = self.assignments.view(len(self.rows), -1).sum(1)
+        columns = [self.rows.sum(), assignments.sum(), assignments.new_tensor(self.tokens)]
         if self.hops is not None:
             columns += self.hops.unbind()
         else:
-            for values in (self.rows, self.assignments):
+            for values in (self.rows, assignments):
                 columns += [(values * intra).sum(), (values * ~same_node).sum()]
-        return torch.cat([torch.stack(columns), self.assignments])
+        return torch.cat([torch.stack(columns), assignments])
 
     def reset(self) -> None:
         """Starts the next interval."""
-        for values in (self.rows, self.assignments, self.tokens, self.hops):
+        self.tokens = 0
+        for values in (self.rows, self.assignments, self.hops):
             if values is not None:
                 values.zero_()
 

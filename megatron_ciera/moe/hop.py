@@ -45,14 +45,15 @@ class Hop:
 
         NOTE: one device-to-host sync, awaited behind the launches of the plan.
         """
-        rows, assignments = planning.count(routing_map, self.size)
+        hits = planning.hits_of(routing_map, self.size)
+        rows, assignments = planning.count(routing_map, self.size, hits)
         mine = torch.cat([rows.view(-1, 1), assignments.view(self.size, -1)], dim=1)
         everyone = mine.new_empty((self.size * self.size, mine.shape[1]))
         dist.all_gather_into_tensor(everyone, mine, group=self.group)
         for_me = everyone.view(self.size, self.size, -1)[:, self.group.rank()]
         sizes = torch.stack([mine, for_me]).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event()
-        send = planning.plan_send(routing_map, self.size, self.topk)
+        send = planning.plan_send(routing_map, self.size, self.topk, hits)
         copied.synchronize()
         sent, received = sizes
         rows_sent, assignments_sent = sent[:, 0].tolist(), sent[:, 1:].sum(1).tolist()

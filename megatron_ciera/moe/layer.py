@@ -57,7 +57,8 @@ def attach_counter(layer: MoELayer) -> LayerCounter:
     """Counts the layer's training forwards: evaluation and a checkpointed first pass have no gradients."""
     dispatcher = layer.token_dispatcher
     relays = getattr(dispatcher, "inside", None) is not None
-    counter = LayerCounter.zeros(dispatcher.ep_size, next(layer.router.parameters()).device, relays)
+    device = next(layer.router.parameters()).device
+    counter = LayerCounter.zeros(dispatcher.ep_size, layer.config.num_moe_experts, device, relays)
 
     def counts() -> bool:
         return layer.training and torch.is_grad_enabled()

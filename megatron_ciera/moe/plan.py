@@ -5,6 +5,7 @@ A *row* is a distinct (token, rank) pair; an *assignment* is a selected (token, 
 (rank, token), assignments by (rank, token, expert): each rank's share is one contiguous slice of either.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,10 @@ _SMALL_EXPERTS = 128
 class SendPlan:
     """Sender's half, all on the device of the routing map.
 
-    token_of_row: [rows] int64. rows_of_token: [T, w] int64, this token's rows in rank order, -1 behind the
-    last. entry_of_assignment: [assignments] int64, positions in the flattened [T, E] probabilities.
-    tags: [assignments] uint8 (int16 from 128 local experts on), see `split_tags`.
+    token_of_row: [rows] int64. rows_of_token: [T, w] int64, this token's rows in rank order: one column for
+    each rank, -1 where there is none; with fewer experts than ranks, moved to the left. entry_of_assignment:
+    [assignments] int64, positions in the flattened [T, E] probabilities. tags: [assignments] uint8 (int16 from
+    129 local experts on), see `split_tags`.
     """
 
     token_of_row: torch.Tensor
@@ -50,39 +52,47 @@ class ReceivePlan:
     places_of_row: torch.Tensor
 
 
-def count(routing_map: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def hits_of(routing_map: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """[T, E] bool -> [T, EP] bool: which ranks hold one of the token's experts."""
+    return routing_map.unflatten(1, (num_ranks, routing_map.shape[1] // num_ranks)).any(2)
+
+
+def count(
+    routing_map: torch.Tensor, num_ranks: int, hits: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, E] bool -> ([EP] rows for each rank, [E] assignments for each expert), int64. No host sync."""
-    experts = routing_map.shape[1]
-    hits = routing_map.unflatten(1, (num_ranks, experts // num_ranks)).any(2)
+    hits = hits_of(routing_map, num_ranks) if hits is None else hits
     return hits.sum(0), routing_map.sum(0)
 
 
-def plan_send(routing_map: torch.Tensor, num_ranks: int, topk: int) -> SendPlan:
+def plan_send(
+    routing_map: torch.Tensor, num_ranks: int, topk: int, hits: torch.Tensor | None = None
+) -> SendPlan:
     """Plans what this rank sends. Cut the result to the totals of `count` once the host knows them.
 
     Args:
         routing_map: [T, E] bool by slot, at most `topk` set in a row of it.
+        hits: `hits_of` the map, where it is known already.
 
     No host synchronisation: positions come from running sums, room is made for topk experts a token. Values
-    behind the totals are arbitrary.
+    behind the totals are arbitrary. Few launches: each costs the host more than the device.
     """
     tokens, experts = routing_map.shape
-    local = experts // num_ranks
     rows, assignments = tokens * min(topk, num_ranks), tokens * topk
-    grouped = routing_map.unflatten(1, (num_ranks, local))
-    hits = grouped.any(2)
-    row_of_hit = running_position(hits.T).T
-    token_ids = torch.arange(tokens, device=routing_map.device)
-    token_of_row = _scatter_to(row_of_hit, hits, token_ids[:, None].expand(tokens, num_ranks), rows)
-    rows_of_token = compact_columns(hits, row_of_hit, min(topk, num_ranks))
+    hits = hits_of(routing_map, num_ranks) if hits is None else hits
+    fixed = _constants(tokens, experts, num_ranks, routing_map.device)
+    number_of_hit = _numbers(hits.T)
+    token_of_row = _place(number_of_hit, fixed.token, rows)
+    row_of_hit = number_of_hit.view(num_ranks, tokens).T - 1
+    if topk < num_ranks:
+        row_of_hit = compact_columns(hits, row_of_hit, topk)
 
-    by_rank = grouped.transpose(0, 1)
-    position = running_position(by_rank)
-    entries = torch.arange(tokens * experts, device=routing_map.device)
-    entries = entries.view(tokens, num_ranks, local).transpose(0, 1)
-    entry_of_assignment = _scatter_to(position, by_rank, entries, assignments)
-    tags = _scatter_to(position, by_rank, _tags(by_rank), assignments)
-    return SendPlan(token_of_row, rows_of_token, entry_of_assignment, tags)
+    by_rank = routing_map.unflatten(1, (num_ranks, experts // num_ranks)).transpose(0, 1)
+    number = _numbers(by_rank)
+    entry_of_assignment = _place(number, fixed.entry, assignments)
+    first = (by_rank.cumsum(-1) == 1) & by_rank
+    tags = _place(number, torch.where(first, fixed.first_tag, fixed.tag).reshape(-1), assignments)
+    return SendPlan(token_of_row, row_of_hit.contiguous(), entry_of_assignment, tags)
 
 
 def plan_receive(tags: torch.Tensor, topk: int, num_local_experts: int, rows: int) -> ReceivePlan:
@@ -99,7 +109,7 @@ def plan_receive(tags: torch.Tensor, topk: int, num_local_experts: int, rows: in
     assignments = torch.arange(len(tags), device=tags.device)
     place_of_assignment = torch.empty_like(assignments)
     place_of_assignment[assignment_of_place] = assignments
-    first_of_row = _scatter_to(row_of_assignment, first, assignments, rows)
+    first_of_row = _place((row_of_assignment + 1) * first, assignments, rows)
     width = min(topk, num_local_experts)
     places_of_row = torch.full((rows, width), -1, dtype=torch.int64, device=tags.device)
     column = assignments - first_of_row[row_of_assignment]
@@ -119,11 +129,6 @@ def split_tags(tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tags & 0x7FFF, tags < 0
 
 
-def running_position(mask: torch.Tensor) -> torch.Tensor:
-    """For each set element its number among the set ones in row-major order; shape of `mask`, int64."""
-    return (mask.reshape(-1).cumsum(0) - 1).view(mask.shape)
-
-
 def compact_columns(mask: torch.Tensor, values: torch.Tensor, width: int) -> torch.Tensor:
     """[R, C] -> [R, width]: the values where `mask` is set, moved to the left, -1 behind them."""
     column = torch.where(mask, mask.cumsum(1) - 1, width)
@@ -131,17 +136,36 @@ def compact_columns(mask: torch.Tensor, values: torch.Tensor, width: int) -> tor
     return table.scatter_(1, column, torch.where(mask, values, -1))[:, :width].contiguous()
 
 
-def _tags(by_rank: torch.Tensor) -> torch.Tensor:
-    local = by_rank.shape[-1]
+@dataclass(frozen=True)
+class _Constants:
+    """What does not depend on the routing. token: [EP * T]; entry: [EP * T * n]; tags: [n], of the tag's dtype."""
+
+    token: torch.Tensor
+    entry: torch.Tensor
+    tag: torch.Tensor
+    first_tag: torch.Tensor
+
+
+@functools.lru_cache(maxsize=4)
+def _constants(tokens: int, experts: int, num_ranks: int, device: torch.device) -> _Constants:
+    # Kept for the last few shapes: 8 bytes for each (token, expert), and launches saved in every layer.
+    local = experts // num_ranks
+    token = torch.arange(tokens, device=device).repeat(num_ranks)
+    entry = torch.arange(tokens * experts, device=device).view(tokens, num_ranks, local)
     dtype = tag_dtype(local)
+    tag = torch.arange(local, device=device, dtype=dtype)
     top_bit = 0x80 if dtype == torch.uint8 else -0x8000
-    number = torch.arange(local, device=by_rank.device, dtype=dtype).expand(by_rank.shape)
-    first = by_rank & (by_rank.cumsum(-1) == 1)
-    return torch.where(first, number | top_bit, number)
+    return _Constants(token, entry.transpose(0, 1).reshape(-1), tag, tag | top_bit)
 
 
-def _scatter_to(position: torch.Tensor, mask: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
-    # Unset elements all land in one spare place behind the end: no compaction, so no host synchronisation.
+def _numbers(mask: torch.Tensor) -> torch.Tensor:
+    """Flat int64: each set element's number among the set ones in row-major order, from 1; 0 for the others."""
+    flat = mask.reshape(-1)
+    return flat.cumsum(0) * flat
+
+
+def _place(number: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
+    """[size]: the values of numbers 1, 2, ... in this order."""
+    # Number 0 lands in a spare place in front: no compaction, so no host synchronisation.
     target = torch.empty(size + 1, dtype=values.dtype, device=values.device)
-    index = torch.where(mask, position, size).reshape(-1)
-    return target.scatter_(0, index, values.reshape(-1))[:size]
+    return target.scatter_(0, number, values)[1:]

@@ -16,6 +16,8 @@ def plan_send_reference(routing_map: torch.Tensor, num_ranks: int, topk: int) ->
     for rank in range(num_ranks):
         for token, experts in enumerate(selected):
             here = [e for e in range(local) if experts[rank * local + e]]
+            if not here and topk >= num_ranks:
+                rows_of_token[token].append(-1)
             if here:
                 rows_of_token[token].append(len(token_of_row))
                 token_of_row.append(token)

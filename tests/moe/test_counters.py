@@ -12,7 +12,7 @@ def counted(my_rank, nodes=(0, 0, 1, 1)):
     routing_map = torch.zeros(3, 8, dtype=torch.bool)
     for token, experts in enumerate([(0, 1), (0, 4), (6, 7)]):
         routing_map[token, list(experts)] = True
-    counter = LayerCounter.zeros(4, "cpu")
+    counter = LayerCounter.zeros(4, 8, "cpu")
     counter.add(*plan.count(routing_map, 4), 3)
     return counter, counter.summary(my_rank, torch.tensor(nodes) == nodes[my_rank])
 
