@@ -142,10 +142,11 @@ class MegatronTrace:
         stages = stages_of(choices) if len(choices) > 1 else []
         if stages:
             first = min(choices)
+            fitting = len(self.files) // (stages[0] - first)
             raise ValueError(
-                f"trace {self.source}: ranks {first} and {stages[0]} route the same tokens at different layers: "
-                "they are pipeline stages with the same layer numbers; give --pipeline-model-parallel-size of "
-                f"the run (found 1; {len(self.files) // (stages[0] - first)} would fit)"
+                f"trace {self.source}: ranks {first} and {stages[0]} route the same tokens at different "
+                "layers: they are pipeline stages with the same layer numbers; give "
+                f"--pipeline-model-parallel-size of the run (found 1; {fitting} would fit)"
             )
 
     def _stage_offsets(self, stage_keys) -> list[int]:

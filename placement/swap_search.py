@@ -1,9 +1,10 @@
 """Kernighan-Lin passes over swaps of two experts, for any objective that can price every swap at once.
 
 An objective offers `gains(experts)` -> [experts, num_experts] (gain of swapping experts a and b, larger is
-better) and `swap(a, b)`, which changes only gains of experts in the two clusters. Two are here: `PairObjective` (the paper's: co-selections inside a rank) and
-`RowObjective` (exact rows sent: distinct (token, rank) pairs). They agree for topk = 2 only: m experts of a
-token on one rank save m - 1 rows but count m (m - 1) / 2 pairs.
+better) and `swap(a, b)`, which changes only gains of experts in the two clusters. Two are here:
+`PairObjective` (the paper's: co-selections inside a rank) and `RowObjective` (exact rows sent: distinct
+(token, rank) pairs). They agree for topk = 2 only: m experts of a token on one rank save m - 1 rows but count
+m (m - 1) / 2 pairs.
 """
 
 from dataclasses import dataclass

@@ -191,7 +191,7 @@ def test_two_runs_in_one_file(tmp_path):
 
 
 def dependent_layers(tokens, layers=4, num_experts=16):
-    """[layers, tokens, 2]: every layer's experts are a noisy image of the layer before, as for real tokens."""
+    """[layers, tokens, 2]: every layer's experts are a noisy image of the layer before."""
     rng = np.random.default_rng(0)
     routing = [coupled_routing(1, tokens, num_experts)[0]]
     for _ in range(layers - 1):
