@@ -175,3 +175,19 @@ def test_a_fit_in_the_run_removes_rows_and_no_bit_changes(train):
     assert "fit of iteration 1, applied after iteration 6: experts moved in 2 of 2 layers" in fitted.output
     assert min(removed[6:]) > max(removed[:6]) + 0.005
     assert [run["losses"] for run in fitted.iterations] == [run["losses"] for run in stock.iterations]
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_a_fit_leaves_the_last_checkpoint_whole(folder, train):
+    """The fit of iteration 2 is finished before that iteration is saved: there rank 1 dies, and 1 is the last."""
+    words = "--seq-length 512 --max-position-embeddings 512 --train-iters 2000 --vocab-size 1023 --save-interval 1"
+    words += " --correlated-placement --placement-fit-iteration 2 --placement-fit-tokens 2048 --global-batch-size 8"
+    words = [*words.split(), "--save", folder / "killed"]
+    script = (str(ROOT / "tests" / "moe" / "killed_in_refit.py"),)
+    flags = [*FLAGS, "--expert-model-parallel-size", 4, *words, "--exit-interval", 5]
+    assert launch(folder / "broken", 4, flags, script=script).returncode != 0
+    assert (folder / "killed" / "latest_checkpointed_iteration.txt").read_text() == "1"
+    load = ["--load", folder / "killed", "--exit-interval", 3]
+    resumed = train("resumed", *words, *load, expert_parallel=4)
+    assert [record["iteration"] for record in resumed.iterations] == [2, 3]
+    assert "fit of iteration 2, applied after iteration 2: experts moved in" in resumed.output
