@@ -27,9 +27,10 @@ SCRIPT = str(Path(__file__).resolve().parent / "pretrain_gpt.py")
 LOCAL = (
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
     "--no-rope-fusion --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope --normalization "
-    "RMSNorm --swiglu --disable-bias-linear --tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 "
-    "--eval-interval 100000 --bf16 --use-distributed-optimizer --lr-decay-style cosine --weight-decay 0.1 "
-    "--clip-grad 1.0 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --log-interval 1"
+    "RMSNorm --swiglu --disable-bias-linear --tokenizer-type NullTokenizer --mock-data --num-workers 0 "
+    "--eval-iters 0 --eval-interval 100000 --bf16 --use-distributed-optimizer --lr-decay-style cosine "
+    "--weight-decay 0.1 --clip-grad 1.0 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+    "--log-interval 1"
 ).split()
 SMALL = (
     "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-experts 8 "
