@@ -4,13 +4,15 @@
 import numpy as np
 
 from placement.co_selection import co_selection, expert_counts, incidence
-from placement.rows import contiguous_expert_to_rank, count_rows, load_ratio
+from placement.rows import contiguous_expert_to_rank, load_ratio
 from placement.swap_search import LoadLimit, PairObjective, RowObjective, SumObjective, search
 
 _FEW_EXPERTS = 32
 _VARIETY_BLOCK = 256
-_PARTS = 4
+_AGREEMENT_PARTS = {2: 8}
+_DEFAULT_AGREEMENT_PARTS = 4
 _AGREEMENT_POWER = 0.7
+_LOAD_PARTS = 4
 _PART_SLACK = 0.25
 
 
@@ -26,14 +28,14 @@ def to_physical_map(expert_to_rank: np.ndarray, num_local_experts: int) -> np.nd
 def load_limit(top_indices, num_experts: int, expert_parallel_size: int, tolerance: float):
     """The LoadLimit of one layer: contiguous max/mean + tolerance on these tokens; None for infinity.
 
-    Beyond 32 experts each of four consecutive parts of the tokens has a limit of its own, 0.25 wider, so that
-    experts that are popular in the same text do not gather on one rank.
+    Beyond 32 experts and top-2 each of four consecutive parts of the tokens has a limit of its own, 0.25 wider,
+    so that experts that are popular in the same text do not gather on one rank.
     """
     if np.isinf(tolerance):
         return None
     parts = [top_indices]
-    if num_experts > _FEW_EXPERTS and len(top_indices) >= _PARTS:
-        parts += np.array_split(top_indices, _PARTS)
+    if num_experts > _FEW_EXPERTS and top_indices.shape[1] > 2 and len(top_indices) >= _LOAD_PARTS:
+        parts += np.array_split(top_indices, _LOAD_PARTS)
     loads = np.array([expert_counts(part, num_experts) for part in parts], dtype=np.float64)
     per_rank = loads.reshape(len(parts), expert_parallel_size, -1).sum(axis=2)
     ratios = np.array([load_ratio(part) for part in per_rank])
@@ -66,10 +68,11 @@ def variety_weights(top_indices: np.ndarray, num_experts: int) -> np.ndarray:
 def agreeing_pairs(top_indices: np.ndarray, num_experts: int) -> np.ndarray:
     """Co-selection in which pairs that several parts of the tokens agree on count more than those of one.
 
-    [num_experts, num_experts] float32: sum over four consecutive parts of count ** 0.7, scaled to the same
-    total as the counts.
+    [num_experts, num_experts] float32: sum over consecutive parts (eight for top-2, else four) of
+    count ** 0.7, scaled to the same total as the counts.
     """
-    parts = [co_selection(part, num_experts) for part in np.array_split(top_indices, _PARTS)]
+    num_parts = _AGREEMENT_PARTS.get(top_indices.shape[1], _DEFAULT_AGREEMENT_PARTS)
+    parts = [co_selection(part, num_experts) for part in np.array_split(top_indices, num_parts)]
     matrix = sum(part**_AGREEMENT_POWER for part in parts)
     total = float(sum(part.sum() for part in parts))
     return (matrix * (total / max(float(matrix.sum()), 1.0))).astype(np.float32)
@@ -86,31 +89,36 @@ def fit_layer(
 ) -> np.ndarray:
     """[tokens, topk] experts -> [num_experts] ranks, exactly num_experts / expert_parallel_size on each.
 
-    Searches from contiguous placement and from `num_starts - 1` shuffled ones (default: more for few experts)
-    and keeps the one with the fewest rows, to nodes first where there are several.
+    Searches from contiguous placement and from `num_starts - 1` shuffled ones (default: `_default_starts`) and
+    keeps the one that is best by the objective, to nodes first where there are several.
 
     Up to 32 experts the objective is the row count itself. Beyond, the tokens are too few for it: pairs are
-    counted by `agreeing_pairs`, rows weighted by `variety_weights`, and the second search gains on their sum.
+    counted by `agreeing_pairs`; that is all for top-2, where pairs are rows; for more experts a token a second
+    search gains on the sum of pairs and rows weighted by `variety_weights`.
     """
+    topk = top_indices.shape[1]
     limit = load_limit(top_indices, num_experts, expert_parallel_size, load_tolerance)
     few = num_experts <= _FEW_EXPERTS
-    weights = None if few else variety_weights(top_indices, num_experts)
     matrix = co_selection(top_indices, num_experts) if few else agreeing_pairs(top_indices, num_experts)
-    selected = incidence(top_indices, num_experts)
+    selected = weights = None
+    if few or topk > 2:
+        selected = incidence(top_indices, num_experts)
+        weights = None if few else variety_weights(top_indices, num_experts)
     contiguous = contiguous_expert_to_rank(num_experts, expert_parallel_size)
     rng = np.random.default_rng(seed)
-    best, best_rows = contiguous, None
-    for start in range(num_starts or _default_starts(num_experts)):
+    best, best_value = contiguous, None
+    for start in range(num_starts or _default_starts(num_experts, topk)):
         ranks = contiguous if not start else _shuffled(contiguous, limit, rng)
-        ranks = _search_levels(matrix, selected, weights, ranks, ranks_per_node, limit)
-        rows = (count_rows(top_indices, ranks // ranks_per_node), count_rows(top_indices, ranks))
-        if best_rows is None or rows < best_rows:
-            best, best_rows = ranks, rows
+        ranks, value = _search_levels(matrix, selected, weights, ranks, ranks_per_node, limit)
+        if best_value is None or value > best_value:
+            best, best_value = ranks, value
     return best
 
 
-def _default_starts(num_experts: int) -> int:
-    return 8 if num_experts <= _FEW_EXPERTS else 1
+def _default_starts(num_experts: int, topk: int) -> int:
+    if num_experts <= _FEW_EXPERTS:
+        return 8
+    return 4 if topk == 2 else 1
 
 
 def _shuffled(expert_to_rank: np.ndarray, limit, rng) -> np.ndarray:
@@ -130,28 +138,34 @@ def _shuffled(expert_to_rank: np.ndarray, limit, rng) -> np.ndarray:
     return ranks
 
 
-def _search_levels(matrix, selected, weights, ranks, ranks_per_node: int, limit) -> np.ndarray:
-    """Swaps between nodes for the fewest rows to nodes, then inside nodes for the fewest rows to ranks."""
+def _search_levels(matrix, selected, weights, ranks, ranks_per_node: int, limit):
+    """Swaps between nodes for the best clusters of nodes, then inside nodes for the best ranks.
+
+    Returns (ranks, objective values: nodes before ranks where there are several nodes).
+    """
     num_ranks = int(ranks.max()) + 1
     num_nodes = num_ranks // ranks_per_node
     if num_nodes == 1:
-        return _search_both(matrix, selected, weights, ranks, ranks, num_ranks, limit, None)
-
-    ranks = _search_both(matrix, selected, weights, ranks, ranks // ranks_per_node, num_nodes, limit, None)
+        ranks, value = _search_both(matrix, selected, weights, ranks, ranks, num_ranks, limit, None)
+        return ranks, (value,)
+    nodes = ranks // ranks_per_node
+    ranks, of_nodes = _search_both(matrix, selected, weights, ranks, nodes, num_nodes, limit, None)
     nodes = ranks // ranks_per_node
     same_node = nodes[:, None] == nodes[None, :]
-    return _search_both(matrix, selected, weights, ranks, ranks, num_ranks, limit, same_node)
+    ranks, value = _search_both(matrix, selected, weights, ranks, ranks, num_ranks, limit, same_node)
+    return ranks, (of_nodes, value)
 
 
 def _search_both(matrix, selected, weights, expert_to_rank, cluster, num_clusters, limit, allowed):
-    """Pair search, then rows (with weights: rows and pairs), over clusters (nodes or ranks).
+    """Pair search, then (unless `selected` is None) rows, with weights: rows and pairs.
 
-    The limit always acts on ranks.
+    Clusters are nodes or ranks; the limit always acts on ranks. Returns (ranks, value of the last objective).
     """
     num_ranks = int(expert_to_rank.max()) + 1
-    pairs = PairObjective(matrix, cluster, num_clusters)
+    objective = pairs = PairObjective(matrix, cluster, num_clusters)
     ranks = search(pairs, expert_to_rank, num_ranks, limit, allowed)
-    rows = RowObjective(selected, weights, pairs.cluster, num_clusters)
-    if weights is not None:
-        rows = SumObjective(rows, pairs)
-    return search(rows, ranks, num_ranks, limit, allowed)
+    if selected is not None:
+        objective = RowObjective(selected, weights, pairs.cluster, num_clusters)
+        objective = objective if weights is None else SumObjective(objective, pairs)
+        ranks = search(objective, ranks, num_ranks, limit, allowed)
+    return ranks, objective.value()
