@@ -36,18 +36,15 @@ class LoadLimit:
         loads = self.rank_loads(expert_to_rank, num_ranks)
         return bool((loads.max(axis=1) <= self.limits + 1e-9).all())
 
-    def allowed(self, expert_to_rank: np.ndarray, num_ranks: int, experts=None) -> np.ndarray:
-        """[experts, num_experts] bool: swaps of `experts` (default: all) after which both ranks respect the
-        limits."""
-        experts = slice(None) if experts is None else experts
-        allowed = True
-        rank_loads = self.rank_loads(expert_to_rank, num_ranks)
-        for loads, limit, ranks in zip(self.loads, self.limits, rank_loads, strict=True):
-            # Expert a may be replaced on its rank by any expert of at most this load.
-            largest = loads + (limit - ranks)[expert_to_rank] + 1e-9
-            allowed &= loads[None, :] <= largest[experts, None]
-            allowed &= loads[experts, None] <= largest[None, :]
-        return allowed
+    def largest(self, expert_to_rank: np.ndarray, num_ranks: int) -> np.ndarray:
+        """[sets, num_experts]: the largest load that an expert may be replaced by on its rank."""
+        room = self.limits[:, None] - self.rank_loads(expert_to_rank, num_ranks)
+        return self.loads + room[:, expert_to_rank] + 1e-9
+
+    def allowed(self, expert: int, largest: np.ndarray) -> np.ndarray:
+        """[num_experts] bool: partners after a swap with which both ranks respect the limits."""
+        fits = (self.loads <= largest[:, expert, None]) & (self.loads[:, expert, None] <= largest)
+        return fits.all(axis=0)
 
 
 class PairObjective:
@@ -186,10 +183,9 @@ def search(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, 
     for _ in range(max_passes):
         swaps, best_length, total, best_total = [], 0, 0.0, 0.0
         free = np.ones(num_experts, dtype=bool)
-        options = (expert_to_rank, num_ranks, load_limit, allowed)
-        gains = _usable_gains(objective, free, np.arange(num_experts), *options)
+        gains = _usable_gains(objective, free, np.arange(num_experts), allowed)
         while len(swaps) - best_length < depth:
-            first, second = divmod(int(np.argmax(gains)), num_experts)
+            first, second = _best_swap(gains, expert_to_rank, num_ranks, load_limit)
             if gains[first, second] == _FORBIDDEN:
                 break
             total += float(gains[first, second])
@@ -198,7 +194,7 @@ def search(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, 
             _swap(objective, expert_to_rank, first, second)
             free[first] = free[second] = False
             touched = np.flatnonzero(touched & free)
-            changed = _usable_gains(objective, free, touched, *options)
+            changed = _usable_gains(objective, free, touched, allowed)
             gains[touched], gains[:, touched] = changed, changed.T
             gains[[first, second]] = gains[:, [first, second]] = _FORBIDDEN
             swaps.append((first, second))
@@ -211,6 +207,25 @@ def search(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, 
     return expert_to_rank
 
 
+def _best_swap(gains, expert_to_rank, num_ranks, load_limit) -> tuple[int, int]:
+    """The best swap that the limit allows; swaps it does not allow become minus infinity in `gains`.
+
+    Whether a swap is allowed changes only with its own ranks, and then its gain is priced anew.
+    """
+    largest = None
+    while True:
+        first, second = divmod(int(np.argmax(gains)), len(gains))
+        if load_limit is None or gains[first, second] == _FORBIDDEN:
+            return first, second
+        if largest is None:
+            largest = load_limit.largest(expert_to_rank, num_ranks)
+        allowed = load_limit.allowed(first, largest)
+        if allowed[second]:
+            return first, second
+        gains[first, ~allowed] = _FORBIDDEN
+        gains[~allowed, first] = _FORBIDDEN
+
+
 def search_reference(objective, expert_to_rank, num_ranks, load_limit=None, allowed=None, depth=4):
     """Slow twin of `search`: prices every swap anew before each one."""
     expert_to_rank = expert_to_rank.copy()
@@ -218,8 +233,11 @@ def search_reference(objective, expert_to_rank, num_ranks, load_limit=None, allo
     for _ in range(8):
         swaps, totals, free = [], [0.0], np.ones(num_experts, dtype=bool)
         while len(swaps) - int(np.argmax(totals)) < depth:
-            options = (expert_to_rank, num_ranks, load_limit, allowed)
-            gains = _usable_gains(objective, free, np.arange(num_experts), *options)
+            gains = _usable_gains(objective, free, np.arange(num_experts), allowed)
+            if load_limit is not None:
+                largest = load_limit.largest(expert_to_rank, num_ranks)
+                within = [load_limit.allowed(expert, largest) for expert in range(num_experts)]
+                gains = np.where(within, gains, _FORBIDDEN)
             first, second = divmod(int(np.argmax(gains)), num_experts)
             if gains[first, second] == _FORBIDDEN:
                 break
@@ -235,14 +253,12 @@ def search_reference(objective, expert_to_rank, num_ranks, load_limit=None, allo
     return expert_to_rank
 
 
-def _usable_gains(objective, free, experts, expert_to_rank, num_ranks, load_limit, allowed) -> np.ndarray:
-    """[experts, num_experts] gains, minus infinity where a swap is not allowed."""
+def _usable_gains(objective, free, experts, allowed) -> np.ndarray:
+    """[experts, num_experts] gains, minus infinity for swaps not to choose from; the limit not asked."""
     usable = objective.cluster[experts, None] != objective.cluster[None, :]
     usable &= free[experts, None] & free[None, :]
     if allowed is not None:
         usable &= allowed[experts]
-    if load_limit is not None:
-        usable &= load_limit.allowed(expert_to_rank, num_ranks, experts)
     return np.where(usable, objective.gains(experts), _FORBIDDEN)
 
 
