@@ -54,6 +54,7 @@ def test_round_trip(name, coder, pair, block_bits):
 def test_packed_wants_a_power_of_two_of_rows():
     for wrong in (8, 100, 8192):
         with pytest.raises(
-            ValueError, match=f"--ciera-block-size {wrong}: coder packed wants a power of two"
+            ValueError,
+            match=f"--ciera-block-size {wrong}: on a GPU and with coder packed wanted a power of two",
         ):
             make_codec("exponent-reuse", "packed", torch.bfloat16, wrong)

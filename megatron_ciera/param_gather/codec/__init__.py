@@ -1,5 +1,7 @@
 """Lossless codecs for parameter words. Contract: `base.py`. Bytes: docs/codec.md."""
 
+import logging
+
 import torch
 
 from .base import NO_BAD_BLOCK, Codec, new_flags
@@ -8,6 +10,8 @@ from .words import HASH_BLOCK, as_words
 
 CODECS = ("exponent-reuse", "delta")
 CODERS = ("auto", "ans", "packed")
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = [
     "CODECS",
@@ -29,8 +33,8 @@ def make_codec(
     ``dtype``.
 
     ``block_size``: values of one exponent block, used by `exponent-reuse`, checked by both ends in every
-    payload. ``coder`` 'auto' is 'ans' on CPU and 'packed' on a GPU. ValueError for anything
-    unknown or not available on ``device``, with the way out.
+    payload. ``coder`` 'auto' is 'ans' on CPU and, where nvCOMP is installed, on NVIDIA, else 'packed'; which
+    one is logged. ValueError for anything unknown or not available on ``device``, with the way out.
     """
     device = torch.device(device)
     if name not in CODECS:
@@ -41,7 +45,32 @@ def make_codec(
         raise ValueError(f"--ciera-block-size {block_size}: wanted at least 1 value a block")
     if device.type == "cpu":
         return _cpu_codec(name, coder)(dtype, block_size, device)
+    if coder == "auto":
+        return _auto_gpu_codec(name, dtype, block_size, device)
     return _gpu_codec(name, coder)(dtype, block_size, device)
+
+
+def _auto_gpu_codec(name: str, dtype: torch.dtype, block_size: int, device: torch.device) -> Codec:
+    if dtype is torch.float16 and name == "delta":
+        # A step of fp16 is an eighth of bf16's: too many differences leave the byte that `ans` codes.
+        return _chosen(
+            _gpu_codec(name, "packed")(dtype, block_size, device), "narrow differences only in ans"
+        )
+    try:
+        return _chosen(_gpu_codec(name, "ans")(dtype, block_size, device), "nvCOMP found")
+    except ValueError as reason:
+        return _chosen(_gpu_codec(name, "packed")(dtype, block_size, device), str(reason))
+
+
+def _chosen(codec: Codec, reason: str) -> Codec:
+    _LOG.info(
+        "--ciera-coder auto: codec %s uses coder %s on %s (%s)",
+        codec.name,
+        codec.coder_name,
+        codec.device,
+        reason,
+    )
+    return codec
 
 
 def _cpu_codec(name: str, coder: str) -> type[Codec]:
@@ -58,7 +87,11 @@ def _cpu_codec(name: str, coder: str) -> type[Codec]:
 
 def _gpu_codec(name: str, coder: str) -> type[Codec]:
     if coder == "ans":
-        raise ValueError("coder 'ans' on cuda: not available; use packed")
+        if torch.version.hip:
+            raise ValueError("coder 'ans' on ROCm: nvCOMP is NVIDIA's only; use --ciera-coder packed")
+        from .ans_codecs import AnsDelta, AnsExponentReuse
+
+        return {"delta": AnsDelta, "exponent-reuse": AnsExponentReuse}[name]
     from .packed_exponents_triton import PackedExponentReuseTriton
     from .packed_triton import PackedDeltaTriton
 

@@ -77,11 +77,6 @@ class PackedDeltaTriton(TritonPlans, PackedDelta):
     """
 
     def __init__(self, dtype, block_size, device):
-        if dtype is torch.float32:
-            raise ValueError(
-                "codec delta with coder packed on a GPU: dtype torch.float32, wanted torch.bfloat16 or "
-                "torch.float16; use --ciera-codec exponent-reuse for fp32 parameters"
-            )
         super().__init__(dtype, block_size, device)
         self.prepare()
         self.widths_of_format = dict(

@@ -123,3 +123,24 @@ def load_bit_window(base, bit_start, there):
     low = tl.load(word, mask=there, other=0)
     high = tl.load(word + 1, mask=there, other=0)
     return (low >> shift) | ((high << 1) << (31 - shift))
+
+
+@triton.jit
+def row_ranks(bits, ROWS: tl.constexpr):
+    """Where the set bits of rows of 8 stand among all set bits: (int32 [R] set bits in earlier rows, int32
+    [R, 8] set bits at lower columns of the same row).
+
+    ``bits``: int32 [R], bit c for column c. Counted by arithmetic: no scan runs along a row, whose columns may
+    lie in several threads.
+    """
+    before = tl.cumsum(count_bits(bits), 0) - count_bits(bits)
+    lower = (1 << tl.arange(0, 8)[None, :]) - 1
+    return before, count_bits(bits[:, None] & lower)
+
+
+@triton.jit
+def count_bits(bits):
+    """Set bits of integers below 256."""
+    bits = bits - ((bits >> 1) & 0x55)
+    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+    return (bits + (bits >> 4)) & 15

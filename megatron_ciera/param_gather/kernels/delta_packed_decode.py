@@ -23,7 +23,7 @@ DECODE_COLUMNS = tl.constexpr(4)
 
 
 @triton.jit
-def header_is_right(payload, num_bytes, count, identity, block_size):
+def header_is_right(payload, num_bytes, count, identity, block_size, coder_version=0):
     there = num_bytes >= body_start(count)
     right = tl.load(payload, mask=there, other=0) == 0x41524943
     right &= tl.load(payload + 1, mask=there, other=0).to(tl.int32, bitcast=True) == identity
@@ -32,7 +32,7 @@ def header_is_right(payload, num_bytes, count, identity, block_size):
     right &= tl.load(payload + 6, mask=there, other=1) == 0
     right &= tl.load(payload + 7, mask=there, other=0) == block_size.to(tl.uint32)
     right &= tl.load(payload + 8, mask=there, other=0) == HASH_BLOCK
-    right &= tl.load(payload + 9, mask=there, other=1) == 0
+    right &= tl.load(payload + 9, mask=there, other=0).to(tl.int32, bitcast=True) == coder_version
     return right & there
 
 

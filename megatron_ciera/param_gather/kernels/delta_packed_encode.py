@@ -12,6 +12,7 @@ from .bits import (
     HASH_BLOCK,
     bit_length,
     clip_width,
+    count_bits,
     split_chunks,
     store_bit_stream,
     upper_half,
@@ -126,20 +127,15 @@ def choose_centres(
 
 
 @triton.jit
-def store_escapes(
-    base, new_words, escaped, row_rank, WORD32: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr
-):
+def store_escapes(base, new_words, escaped, row_rank, WORD32: tl.constexpr, ROWS: tl.constexpr):
     """Escaped values (bool [R, 8]) as position and word, in order; ``row_rank``: escapes in earlier
     rows, int32 [R]."""
-    CHUNK: tl.constexpr = 8 // CHUNKS
-    each = tl.reshape(escaped.to(tl.int32), [ROWS, CHUNKS, CHUNK])
-    in_chunk = tl.sum(each, 2)
-    chunk_rank = tl.cumsum(in_chunk, 1) - in_chunk + row_rank[:, None]
-    rank = chunk_rank[:, :, None] + tl.cumsum(each, 2) - 1
-    flat = tl.reshape(rank, [ROWS, 8])
-    position = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    column = tl.arange(0, 8)[None, :]
+    bits = tl.sum(tl.where(escaped, 1 << column, 0), 1)
+    rank = row_rank[:, None] + count_bits(bits[:, None] & ((1 << column) - 1))
+    position = tl.arange(0, ROWS)[:, None] * 8 + column
     half = upper_half(tl.load(new_words + position, mask=escaped, other=0), WORD32)
-    tl.store(base + flat, (position | (half << 16)).to(tl.uint32, bitcast=True), mask=escaped)
+    tl.store(base + rank, (position | (half << 16)).to(tl.uint32, bitcast=True), mask=escaped)
 
 
 @triton.jit
@@ -245,7 +241,7 @@ def encode_blocks(
         tl.store(flags + row, tl.sum(flag_bits, 1).to(tl.uint8), mask=row < 4 * flag_words)
         escapes = body + flag_words + code_words
         if num_escapes > 0:
-            store_escapes(escapes, new_words + start, escaped, before >> BITS_FIELD, WORD32, CHUNKS, ROWS)
+            store_escapes(escapes, new_words + start, escaped, before >> BITS_FIELD, WORD32, ROWS)
         if WORD32:
             low = (escapes + num_escapes).to(tl.pointer_type(tl.int16), bitcast=True)
             again = tl.load(new_words + start + position, mask=position < length, other=0)
