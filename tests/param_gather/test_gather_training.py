@@ -74,11 +74,6 @@ CASES = {
     ),
     "two optimizer instances": Case(4, f"{OVERLAP} --num-distributed-optimizer-instances 2"),
     "untied embeddings": Case(4, f"{EXPERTS} {OVERLAP} --untie-embeddings-and-output-weights"),
-    "repeated iterations": Case(
-        4,
-        f"{EXPERTS} {OVERLAP} --rerun-mode validate_results --error-injection-rate 6 "
-        "--error-injection-type transient_error",
-    ),
     "weight hashes with overlap": Case(
         4, f"{EXPERTS} {OVERLAP} --check-weight-hash-across-dp-replicas-interval 2"
     ),
