@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 import numpy as np
-from scipy.stats import norm
+from scipy.special import ndtri
 from threadpoolctl import threadpool_limits
 
 from placement.file import DECODER, LayerId, LayerPlacement, Placement
@@ -262,11 +262,9 @@ def _held_out_gain(top_indices: np.ndarray, contiguous: np.ndarray, run) -> tupl
 
 def _refuse_chance(layers, num_tokens: int) -> None:
     sigmas = np.asarray([min(layer.held_out_sigmas, 1e6) for layer in layers])
-    best_wanted = norm.isf(_CHANCE / len(sigmas))
+    best_wanted = -ndtri(_CHANCE / len(sigmas))
     together = float(sigmas.sum() / np.sqrt(len(sigmas)))
-    if any(layer.changed for layer in layers) and (
-        sigmas.max() > best_wanted or together > norm.isf(_CHANCE)
-    ):
+    if any(layer.changed for layer in layers) and (sigmas.max() > best_wanted or together > -ndtri(_CHANCE)):
         return
     raise NoGainError(
         f"no layer gains beyond chance from {num_tokens} tokens: on held-out tokens the best of "

@@ -28,8 +28,8 @@ def to_physical_map(expert_to_rank: np.ndarray, num_local_experts: int) -> np.nd
 def load_limit(top_indices, num_experts: int, expert_parallel_size: int, tolerance: float):
     """The LoadLimit of one layer: contiguous max/mean + tolerance on these tokens; None for infinity.
 
-    Beyond 32 experts and top-2 each of four consecutive parts of the tokens has a limit of its own, 0.25 wider,
-    so that experts that are popular in the same text do not gather on one rank.
+    Beyond 32 experts and top-2 each of four consecutive parts of the tokens has a limit of its own, 0.25
+    wider, so that experts that are popular in the same text do not gather on one rank.
     """
     if np.isinf(tolerance):
         return None
@@ -89,12 +89,12 @@ def fit_layer(
 ) -> np.ndarray:
     """[tokens, topk] experts -> [num_experts] ranks, exactly num_experts / expert_parallel_size on each.
 
-    Searches from contiguous placement and from `num_starts - 1` shuffled ones (default: `_default_starts`) and
-    keeps the one that is best by the objective, to nodes first where there are several.
+    Searches from contiguous placement and from `num_starts - 1` shuffled ones (default: `_default_starts`)
+    and keeps the one that is best by the objective, to nodes first where there are several.
 
     Up to 32 experts the objective is the row count itself. Beyond, the tokens are too few for it: pairs are
-    counted by `agreeing_pairs`; that is all for top-2, where pairs are rows; for more experts a token a second
-    search gains on the sum of pairs and rows weighted by `variety_weights`.
+    counted by `agreeing_pairs`; that is all for top-2, where pairs are rows; for more experts a token a
+    second search gains on the sum of pairs and rows weighted by `variety_weights`.
     """
     topk = top_indices.shape[1]
     limit = load_limit(top_indices, num_experts, expert_parallel_size, load_tolerance)

@@ -89,14 +89,16 @@ class RowObjective:
         """`selected`: [tokens, num_experts] 0/1; `weights`: [tokens] or None for ones."""
         self.selected = selected
         self.by_expert = np.ascontiguousarray(selected.T) > 0
-        self.weighted = selected if weights is None else selected * weights[:, None].astype(np.float32)
+        ones = np.ones(len(selected), dtype=np.float32)
+        self.weights = ones if weights is None else weights.astype(np.float32)
+        weighted = selected * self.weights[:, None]
         self.cluster = cluster.copy()
         members = np.zeros((len(cluster), num_clusters), dtype=np.float32)
         members[np.arange(len(cluster)), cluster] = 1.0
         self.counts = selected @ members
-        alone = self.weighted * (self.counts[:, cluster] == 1.0)
+        alone = weighted * (self.counts[:, cluster] == 1.0)
         self.freed = alone.sum(axis=0)
-        self.new = self.weighted.T @ (self.counts == 0.0).astype(np.float32)
+        self.new = weighted.T @ (self.counts == 0.0).astype(np.float32)
         self.shared = alone.T @ selected
         np.fill_diagonal(self.shared, 0.0)
 
@@ -109,7 +111,7 @@ class RowObjective:
     def swap(self, first: int, second: int) -> None:
         p, q = self.cluster[first], self.cluster[second]
         tokens = np.flatnonzero(self.by_expert[first] != self.by_expert[second])
-        selected, weighted = self.selected[tokens], self.weighted[tokens]
+        selected = self.selected[tokens]
         touched = np.flatnonzero((self.cluster == p) | (self.cluster == q))
         counts = self.counts[tokens]
         alone_before = counts[:, self.cluster[touched]] == 1.0
@@ -121,8 +123,9 @@ class RowObjective:
         self.cluster[first], self.cluster[second] = q, p
         alone_change = (counts[:, self.cluster[touched]] == 1.0).astype(np.float32) - alone_before
         empty_change = (counts[:, [p, q]] == 0.0).astype(np.float32) - empty_before
-        change = weighted[:, touched] * alone_change
-        self.new[:, [p, q]] += weighted.T @ empty_change
+        weights = self.weights[tokens, None]
+        change = selected[:, touched] * alone_change * weights
+        self.new[:, [p, q]] += selected.T @ (empty_change * weights)
         self.freed[touched] += change.sum(axis=0)
         self.shared[touched] += change.T @ selected
         # Tokens with both experts keep their counts, but whether `first` is alone is now asked of q.
@@ -139,13 +142,12 @@ class RowObjective:
         for expert, other in ((first, second), (second, first)):
             now, before = self.cluster[expert], self.cluster[other]
             change = (counts[:, now] == 1.0).astype(np.float32) - (counts[:, before] == 1.0)
-            change *= self.weighted[both, expert]
+            change *= self.weights[both]
             self.freed[expert] += change.sum()
             self.shared[expert] += change @ selected
 
     def value(self) -> float:
-        row_weight = self.weighted.max(axis=1)
-        return -float(row_weight @ (self.counts > 0.0).sum(axis=1))
+        return -float(self.weights @ (self.counts > 0.0).sum(axis=1))
 
 
 class SumObjective:
