@@ -5,6 +5,8 @@ stock. `--clip-grad 0`: a gradient norm sums experts in slot order, and clipping
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -183,9 +185,12 @@ def test_a_rank_killed_in_a_fit_leaves_the_last_checkpoint_whole(folder, train):
     words = "--seq-length 512 --max-position-embeddings 512 --train-iters 2000 --vocab-size 1023 --save-interval 1"
     words += " --correlated-placement --placement-fit-iteration 2 --placement-fit-tokens 2048 --global-batch-size 8"
     words = [*words.split(), "--save", folder / "killed"]
-    script = (str(ROOT / "tests" / "moe" / "killed_in_refit.py"),)
     flags = [*FLAGS, "--expert-model-parallel-size", 4, *words, "--exit-interval", 5]
-    assert launch(folder / "broken", 4, flags, script=script).returncode != 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
+    command += [ROOT / "tests" / "moe" / "killed_in_refit.py", *flags]
+    # To a file: helper processes of a killed rank would keep a pipe open.
+    with open(folder / "broken.log", "w") as log:
+        assert subprocess.run(list(map(str, command)), stdout=log, stderr=log, timeout=240).returncode != 0
     assert (folder / "killed" / "latest_checkpointed_iteration.txt").read_text() == "1"
     load = ["--load", folder / "killed", "--exit-interval", 3]
     resumed = train("resumed", *words, *load, expert_parallel=4)
