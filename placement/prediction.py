@@ -2,9 +2,10 @@
 
 For layer l+1 a token's evidence is each pair (expert at layer l, expert at layer l-1) that it selected. A
 pair predicts by its own counts, drawn towards the two single-expert tables by `PAIR_PRIOR` pseudo-tokens; a
-pair seen fewer than `MIN_PAIR_TOKENS` times predicts by the single-expert tables alone, and those are drawn
-towards the layer's mean by `SINGLE_PRIOR` pseudo-tokens. The token's score on a rank is the mean over its
-pairs: the expected number of its assignments there. The first two MoE layers are not predicted.
+pair never seen, or not among the `MAX_PAIRS` most frequent of the layer, predicts by the single-expert tables
+alone, and those are drawn towards the layer's mean by `SINGLE_PRIOR` pseudo-tokens. The token's score on a
+rank is the mean over its pairs: the expected number of its assignments there. The first two MoE layers are
+not predicted.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -18,8 +19,8 @@ from placement.assignment import assign_owners, canonical_owners, locality
 from placement.rows import contiguous_expert_to_rank
 
 SINGLE_PRIOR = 5.0
-PAIR_PRIOR = 16.0
-MIN_PAIR_TOKENS = 4
+PAIR_PRIOR = 4.0
+MAX_PAIRS = 16384
 BLOCK_TOKENS = 8192
 
 
@@ -126,7 +127,7 @@ def _fit_tables(top_indices, index, expert_to_rank, num_experts, num_ranks):
     before = _single_table(top_indices[index - 2], target, chance, num_experts)
     keys = _pair_keys(top_indices[index - 1], top_indices[index - 2], num_experts)
     keys, where, counts = np.unique(keys.reshape(-1), return_inverse=True, return_counts=True)
-    often = counts >= MIN_PAIR_TOKENS
+    often = np.sort(np.argsort(-counts, kind="stable")[:MAX_PAIRS])
     where = where.reshape(top_indices.shape[1], -1)
     sums = (_token_matrix(where, np.ones(where.size), len(keys)).T @ target)[often]
     keys, counts = keys[often], counts[often][:, None]

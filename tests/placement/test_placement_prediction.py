@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from placement_traces import coupled_routing, independent_routing
 
-from placement import Placement, fit
+from placement import Placement, fit, prediction
 from placement.assignment import (
     assign_owners,
     assign_owners_reference,
@@ -79,6 +79,19 @@ def test_predict_equals_slow_twin():
     assert np.allclose(scores, expected, atol=1e-5)
     ordered = np.sort(scores, axis=1)
     assert np.array_equal(confidence, ordered[:, -1] - ordered[:, -2])
+
+
+def test_most_frequent_pairs_are_kept(monkeypatch):
+    routing = chained_routing(tokens=512)
+    placement = fit(routing, 4)
+    whole = fit_tables(routing, placement)[2]
+    monkeypatch.setattr(prediction, "MAX_PAIRS", 20)
+    kept = fit_tables(routing, placement)[2]
+    places = np.searchsorted(whole.pair_keys, kept.pair_keys)
+    assert len(kept.pair_keys) == 20 < len(whole.pair_keys)
+    assert np.array_equal(whole.pair_tables[places], kept.pair_tables)
+    keys, counts = np.unique(routing[1][:, :, None] * 16 + routing[0][:, None, :], return_counts=True)
+    assert counts[np.isin(keys, kept.pair_keys)].min() >= counts[~np.isin(keys, kept.pair_keys)].max()
 
 
 def test_tables_predict_unseen_tokens_and_know_when_they_cannot():
