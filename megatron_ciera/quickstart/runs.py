@@ -73,7 +73,7 @@ def model_flags(plan: Plan, dataset: Path) -> list[str]:
         "data-path": dataset,
         "data-cache-path": plan.folder / "data_cache",
         "split": "100,0,0",
-        "micro-batch-size": 1,
+        "micro-batch-size": 2,
         "global-batch-size": GLOBAL_BATCH,
         "lr": "2e-3",
         "min-lr": "2e-4",
