@@ -119,16 +119,18 @@ def round_trip(codec, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     old_words, new_words = to_words(old).to(device), to_words(new).to(device)
     state = codec.new_state(old_words)
     assert state.numel() * state.element_size() == codec.state_bytes(old.size)
-    out = torch.full((codec.bound(new.size),), 0xA5, dtype=torch.uint8, device=device)
+    guarded = torch.full((codec.bound(new.size) + 4096,), 0xA5, dtype=torch.uint8, device=device)
+    out = guarded[: codec.bound(new.size)]
     size = torch.full((1,), -1, dtype=torch.int64, device=device)
     codec.encode(new_words, state, out, size)
+    assert 0 < int(size) <= out.numel()
+    assert (guarded[out.numel() :] == 0xA5).all(), "bytes behind the output were written"
     payload = out[: int(size)].clone()
     target = old_words.clone()
     flags = new_flags(1, device)
     codec.decode_apply(payload, target, flags)
     assert flags[0, 0] == 0, f"bad blocks reported: {flags.tolist()}"
     assert torch.equal(target, new_words)
-    assert payload.numel() <= codec.bound(new.size)
     return payload.cpu().numpy()
 
 

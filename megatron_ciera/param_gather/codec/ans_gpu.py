@@ -1,7 +1,7 @@
 """Both codecs with the `ans` coder on NVIDIA: Triton kernels around nvCOMP. Twin: ans_reference.py.
 
-A call takes a number of launches that does not depend on the number of segments. Scratch (about 3 bytes a value
-to encode, 1 to decode) comes from torch's allocator for the current stream and goes back to it at once.
+A call takes a number of launches that does not depend on the number of segments. Scratch (about 3 bytes a
+value to encode, 1 to decode) comes from torch's allocator for the current stream and goes back to it at once.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels.ans_chunks import list_inputs, move_chunks, size_chunks, start_payloads
+from ..kernels.ans_chunks import (
+    list_inputs,
+    move_chunks,
+    size_chunks,
+    start_payloads,
+    sum_chunks,
+)
 from .ans_format import chunk_values, num_chunks
-from .container import CODEC_IDS, VERSION, num_hash_blocks
-from .container import CODER_IDS as _CODER_IDS
+from .container import CODEC_IDS, CODER_IDS, VERSION, num_hash_blocks
 from .packed_triton import aligned_words, check_outs
 from .plans import Blocks, Kept, list_blocks, to_device
 from .words import HASH_BLOCK, HASH_MULTIPLIERS
@@ -83,7 +88,7 @@ class AnsOnGpu:
         self.kept_plans = Kept()
         self.multipliers = torch.from_numpy(HASH_MULTIPLIERS.view(np.int32)).to(self.device)
         self.identity = (
-            VERSION | CODEC_IDS[self.name] << 8 | _CODER_IDS["nvcomp"] << 16 | self.fmt.dtype_id << 24
+            VERSION | CODEC_IDS[self.name] << 8 | CODER_IDS["nvcomp"] << 16 | self.fmt.dtype_id << 24
         )
         self.make_spare()
 
@@ -214,12 +219,25 @@ class AnsOnGpu:
             7, plan.num_chunks, dtype=torch.int64, device=self.device
         ).unbind()
         statuses = self.counts_of_chunks(plan, torch.int32)
+        checksums = self.counts_of_chunks(plan, torch.int32)
+        sum_chunks[(plan.num_chunks * _PARTS,)](
+            table,
+            plan.segment,
+            plan.index,
+            checksums,
+            self.identity,
+            self.block_size,
+            self.coder_version,
+            PARTS=_PARTS,
+            num_warps=8,
+        )
         list_inputs[(plan.num_chunks,)](
             table,
             plan.segment,
             plan.index,
             plan.starts,
             plan.capacities,
+            checksums,
             symbols.data_ptr(),
             self.spare.data_ptr(),
             self.spare_bytes,

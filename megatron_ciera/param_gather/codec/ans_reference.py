@@ -1,16 +1,30 @@
 """The slow clear twin of the `ans` kernels, in numpy: same sizes and same parts, for any coder of bytes.
 
-``compress(bytes) -> bytes`` and ``decompress(bytes) -> bytes | None`` stand where nvCOMP stands on a GPU. Tests
-compare it with the kernels; `make_codec` never returns it.
+``compress(bytes) -> bytes`` and ``decompress(bytes) -> bytes | None`` stand where nvCOMP stands on a GPU.
+Tests compare it with the kernels; `make_codec` never returns it.
 """
 
 import numpy as np
 
 from .ans_codecs import delta_shape, exponent_shape
-from .ans_format import AREA_WORDS, COUNT_SHIFT, SPLIT, UNCODED, chunk_values, num_chunks, padded
+from .ans_format import (
+    AREA_WORDS,
+    CHUNK_ENTRY_WORDS,
+    COUNT_SHIFT,
+    SPLIT,
+    UNCODED,
+    checksum,
+    chunk_values,
+    num_chunks,
+    padded,
+)
 from .container import (
+    CODEC_IDS,
+    CODER_IDS,
     HEADER,
     HEADER_BYTES,
+    MAGIC,
+    VERSION,
     Layout,
     PayloadError,
     num_hash_blocks,
@@ -42,7 +56,7 @@ class AnsReference:
         fixed, end = shape.fixed_start(count), shape.body_start(count)
         out[:end] = 0
         blocks = list(self.encode_hash_blocks(words, state))
-        chunk_table = np.zeros((num_chunks(count), 2), "<u4")
+        chunk_table = np.zeros((num_chunks(count), CHUNK_ENTRY_WORDS), "<u4")
         block_table = np.zeros(len(blocks), "<u4")
         bitmaps = np.zeros((len(blocks), shape.bitmap_words), "<u4")
         for chunk in range(len(chunk_table)):
@@ -58,7 +72,8 @@ class AnsReference:
             body = self.compress(symbols)
             uncoded = len(body) >= len(symbols)
             body = symbols if uncoded else body
-            chunk_table[chunk] = end // 16, len(body) | (UNCODED if uncoded else 0)
+            sum_of_body = checksum(np.frombuffer(body, np.uint8))
+            chunk_table[chunk] = end // 16, len(body) | (UNCODED if uncoded else 0), sum_of_body
             for part in (body, area):
                 part += bytes(padded(len(part)) - len(part))
                 out[end : end + len(part)] = np.frombuffer(part, np.uint8)
@@ -76,8 +91,6 @@ class AnsReference:
 
     @property
     def identity_fields(self):
-        from .container import CODEC_IDS, CODER_IDS, MAGIC, VERSION
-
         return MAGIC, VERSION, CODEC_IDS[self.layout.codec], CODER_IDS[self.layout.coder]
 
     def _decode_one(self, payload: np.ndarray, target, flag) -> None:
@@ -92,12 +105,17 @@ class AnsReference:
             return
         start = HEADER_BYTES + 4 * blocks
         block_table = payload[start : start + 4 * blocks].view("<u4")
-        chunk_table = payload[start + 4 * blocks :][: 8 * num_chunks(count)].view("<u4").reshape(-1, 2)
+        entry_bytes = 4 * CHUNK_ENTRY_WORDS
+        chunk_table = payload[start + 4 * blocks :][: entry_bytes * num_chunks(count)].view("<u4")
+        chunk_table = chunk_table.reshape(-1, CHUNK_ENTRY_WORDS)
         bitmap_start = start + 4 * blocks + chunk_table.nbytes
         bitmaps = payload[bitmap_start:][: 4 * self.ans_shape.bitmap_words * blocks].view("<u4")
         bitmaps = bitmaps.reshape(blocks, self.ans_shape.bitmap_words)
         wanted, bad = payload_hashes(payload, count), []
-        chunks = [self._decode_chunk(payload, int(at) * 16, int(size)) for at, size in chunk_table]
+        chunks = [
+            self._decode_chunk(payload, int(at) * 16, int(size), int(wanted))
+            for at, size, wanted in chunk_table
+        ]
         for block in range(blocks):
             part = words[block * HASH_BLOCK : (block + 1) * HASH_BLOCK]
             chunk, inside = divmod(block * HASH_BLOCK, chunk_values(count))
@@ -113,11 +131,13 @@ class AnsReference:
                 part[:] = new
         flag_bad_blocks(flag, np.array(bad, np.int64))
 
-    def _decode_chunk(self, payload: np.ndarray, place: int, entry: int) -> tuple[np.ndarray, np.ndarray]:
+    def _decode_chunk(
+        self, payload: np.ndarray, place: int, entry: int, wanted: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         size = entry & ~UNCODED
         coded = payload[place : place + size]
         nothing = np.empty(0, np.uint8)
-        if coded.size < size or size == 0:
+        if coded.size < size or size == 0 or checksum(coded) != wanted:
             return nothing, nothing
         symbols = coded if entry & UNCODED else self.decompress(coded.tobytes())
         symbols = nothing if symbols is None else np.frombuffer(symbols, np.uint8)

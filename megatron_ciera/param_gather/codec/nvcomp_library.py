@@ -137,8 +137,10 @@ class NvcompAns:
         return torch.empty(max(needed.value, 16), dtype=torch.uint8, device=device)
 
     def compress(self, sources, source_bytes, chunk_bytes, total_bytes, outs, out_bytes, statuses) -> None:
-        """Code chunk i from ``sources[i]``, ``source_bytes[i]`` long (at most ``chunk_bytes``, together at most
-        ``total_bytes``), into ``outs[i]``; its size goes into ``out_bytes[i]``. Addresses are multiples of 16."""
+        """Code chunk i from ``sources[i]``, ``source_bytes[i]`` long (at most ``chunk_bytes``, together at
+        most ``total_bytes``), into ``outs[i]``; its size goes into ``out_bytes[i]``. Addresses are multiples
+        of 16.
+        """
         stream = torch.cuda.current_stream(sources.device).cuda_stream
         count = sources.numel()
         scratch = self._scratch(
@@ -168,8 +170,10 @@ class NvcompAns:
     def decompress(
         self, sources, source_bytes, chunk_bytes, total_bytes, outs, room, out_bytes, statuses
     ) -> None:
-        """Inverse of :meth:`compress`; at most ``room[i]`` bytes are written to ``outs[i]``. A chunk that does
-        not parse gets a status other than 0."""
+        """Inverse of :meth:`compress`; at most ``room[i]`` bytes are written to ``outs[i]``.
+
+        Only for bytes that :meth:`compress` wrote: on others nvCOMP 6.0.0 was seen to fault on the device.
+        """
         stream = torch.cuda.current_stream(sources.device).cuda_stream
         count = sources.numel()
         scratch = self._scratch(

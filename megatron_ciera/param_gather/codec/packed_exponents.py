@@ -21,8 +21,8 @@ def check_block_size(block_size: int) -> None:
     values."""
     if not 16 <= block_size <= HASH_BLOCK or block_size & (block_size - 1):
         raise ValueError(
-            f"--ciera-block-size {block_size}: on a GPU and with coder packed wanted a power of two from 16 to "
-            f"{HASH_BLOCK}"
+            f"--ciera-block-size {block_size}: on a GPU and with coder packed wanted a power of two "
+            f"from 16 to {HASH_BLOCK}"
         )
 
 

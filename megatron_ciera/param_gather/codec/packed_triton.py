@@ -77,6 +77,12 @@ class PackedDeltaTriton(TritonPlans, PackedDelta):
     """
 
     def __init__(self, dtype, block_size, device):
+        if dtype is torch.float32 and device.type != "cpu":
+            # Its escapes were wrong on an H200; what is in the kernel now ran in the interpreter only.
+            raise ValueError(
+                "codec delta with coder packed on a GPU: dtype torch.float32, wanted torch.bfloat16 or "
+                "torch.float16; use --ciera-coder ans or --ciera-codec exponent-reuse for fp32 parameters"
+            )
         super().__init__(dtype, block_size, device)
         self.prepare()
         self.widths_of_format = dict(

@@ -1,14 +1,14 @@
 """Around nvCOMP: headers, places of chunks, moving them together, and what the decoder gives to nvCOMP.
 Format: docs/codec.md.
 
-Table: int64 [segments, COLUMNS] = (words, payload, state or payload's bytes, values, first block, first chunk,
-values a chunk, first byte of the chunks). Blocks and chunks are counted over all segments of a call.
+Table: int64 [segments, COLUMNS] = (words, payload, state or payload's bytes, values, first block, first
+chunk, values a chunk, first byte of the chunks). Blocks and chunks are counted over all segments of a call.
 """
 
 import triton
 import triton.language as tl
 
-from .bits import HASH_BLOCK
+from .bits import HASH_BLOCK, wrapping_sum
 from .delta_packed_decode import header_is_right
 
 COLUMNS = tl.constexpr(8)
@@ -21,7 +21,8 @@ TILE = tl.constexpr(1024)
 
 @triton.jit
 def chunk_table(payload, count):
-    """The chunk table of a payload (pointer to 32-bit words): two words a chunk."""
+    """The chunk table of a payload (pointer to 32-bit words), three words a chunk: place in units of 16
+    bytes, bytes of stored symbols (bit 31: uncoded), checksum of them."""
     blocks = (count + HASH_BLOCK - 1) // HASH_BLOCK
     return payload + 16 + 2 * blocks
 
@@ -31,7 +32,7 @@ def fixed_start(count, values_per_chunk, BITMAP_WORDS: tl.constexpr):
     """See AnsShape.fixed_start."""
     blocks = (count + HASH_BLOCK - 1) // HASH_BLOCK
     chunks = (count + values_per_chunk - 1) // values_per_chunk
-    return (64 + (8 + 4 * BITMAP_WORDS) * blocks + 8 * chunks + 15) // 16 * 16
+    return (64 + (8 + 4 * BITMAP_WORDS) * blocks + 12 * chunks + 15) // 16 * 16
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def size_chunks(
     totals,
     ESCAPES: tl.constexpr,
 ):
-    """One program a chunk: its size in units of 16 bytes into ``totals``, its block table and its coded size."""
+    """One program a chunk: its size in units of 16 bytes into ``totals``, its tables but for its place."""
     pid = tl.program_id(0)
     entry = table + tl.load(chunk_segment + pid) * COLUMNS
     index = tl.load(chunk_index + pid)
@@ -103,19 +104,46 @@ def size_chunks(
         total += (tl.sum(words, 0) + 3) // 4
     tl.store(totals + pid, total)
     coded_entry = stored | (uncoded.to(tl.int64) << 31)
-    tl.store(chunk_table(payload, count) + 2 * index + 1, coded_entry.to(tl.uint32))
+    chunk_entry = chunk_table(payload, count) + 3 * index
+    tl.store(chunk_entry + 1, coded_entry.to(tl.uint32))
+    tl.store(chunk_entry + 2, stored.to(tl.uint32))  # move_chunks adds the words
 
 
 @triton.jit
-def copy_words(source, target, count, part, PARTS: tl.constexpr, padded):
-    """Copy ``count`` 32-bit words and zeros up to ``padded``, this program's share of ``PARTS``."""
-    lane = tl.arange(0, TILE)
-    first = part * TILE
+def checksum_factors(index):
+    """Odd factors of words, uint32: see ans_format.checksum."""
+    return (index.to(tl.uint32) * 0x9E3779B1) | 1
+
+
+@triton.jit
+def copy_words(source, target, count, padded):
+    """Copy ``count`` 32-bit words, and zeros up to ``padded``."""
+    lane = tl.arange(0, 128)
+    first = padded * 0
     while first < padded:
         index = first + lane
         value = tl.load(source + index, mask=index < count, other=0)
         tl.store(target + index, value, mask=index < padded)
+        first += 128
+
+
+@triton.jit
+def copy_symbols(source, target, num_bytes, part, PARTS: tl.constexpr):
+    """This program's share of copying ``num_bytes``, with zeros up to a multiple of 16; returns its part of
+    their checksum. Reads up to 15 bytes behind the source."""
+    lane = tl.arange(0, TILE)
+    padded = (num_bytes + 15) // 16 * 4
+    summed = tl.zeros([TILE], tl.int32)
+    first = part * TILE
+    while first < padded:
+        index = first + lane
+        value = tl.load(source + index, mask=index < padded, other=0)
+        beyond = tl.minimum(tl.maximum((index + 1) * 4 - num_bytes, 0), 4)  # bytes behind the last symbol
+        value = tl.where(beyond == 4, 0, value & (0xFFFFFFFF >> (8 * tl.minimum(beyond, 3)).to(tl.uint32)))
+        tl.store(target + index, value, mask=index < padded)
+        summed += (value * checksum_factors(index)).to(tl.int32, bitcast=True)
         first += PARTS * TILE
+    return wrapping_sum(summed)
 
 
 @triton.jit
@@ -150,7 +178,7 @@ def move_chunks(
         before += tl.load(totals + pid - index + first + lane, mask=first + lane < index, other=0)
         first += TILE
     place = body // 16 + tl.sum(before, 0)
-    chunk_entry = chunk_table(payload, count) + 2 * index
+    chunk_entry = chunk_table(payload, count) + 3 * index
     if part == 0:
         tl.store(chunk_entry, place.to(tl.uint32))
         if (index + 1).to(tl.int64) * values_per_chunk >= count:
@@ -165,14 +193,10 @@ def move_chunks(
     )
     source = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
     target = tl.multiple_of((payload.to(tl.int64) + place * 16).to(tl.pointer_type(tl.uint32)), 16)
-    # Scratch may be read up to 15 bytes behind a chunk; those bytes are stored, mean nothing and are cleared.
     padded = (stored + 15) // 16 * 4
-    copy_words(source, target, padded, part, PARTS, padded)
-    if part == (padded - 1) // TILE % PARTS:
-        tl.debug_barrier()
-        tail = tl.arange(0, 16)
-        as_bytes = target.to(tl.pointer_type(tl.uint8), bitcast=True)
-        tl.store(as_bytes + stored + tail, tl.zeros([16], tl.uint8), mask=stored + tail < padded * 4)
+    if part * TILE < padded:
+        summed = copy_symbols(source, target, stored, part, PARTS)
+        tl.atomic_add(chunk_entry.to(tl.pointer_type(tl.int32), bitcast=True) + 2, summed, sem="relaxed")
 
     if ESCAPES:
         blocks_per_chunk = (values_per_chunk // HASH_BLOCK).to(tl.int32)
@@ -190,8 +214,70 @@ def move_chunks(
             end = start + words
             end = tl.where(here == num_blocks - 1, (end + 3) // 4 * 4, end)
             area = escapes.to(tl.pointer_type(tl.uint32)) + (global_block + here) * AREA_WORDS
-            copy_words(area, target + padded + start, words, 0, 1, end - start)
+            copy_words(area, target + padded + start, words, end - start)
             here += PARTS
+
+
+@triton.jit
+def find_chunk(payload, num_bytes, count, body, index, identity, block_size, coder_version):
+    """(whether a chunk lies inside its payload, its first byte, its size entry); nothing outside is read."""
+    good = (num_bytes >= body) & header_is_right(
+        payload, num_bytes, count, identity, block_size, coder_version
+    )
+    chunk_entry = chunk_table(payload, count) + 3 * index
+    offset = tl.load(chunk_entry, mask=good, other=0).to(tl.int64) * 16
+    stored_entry = tl.load(chunk_entry + 1, mask=good, other=0)
+    stored = (stored_entry & 0x7FFFFFFF).to(tl.int64)
+    good &= (stored > 0) & (stored <= MOST_BLOCKS * HASH_BLOCK)
+    good &= (offset >= body) & (offset + stored <= num_bytes)
+    return good, offset, stored_entry
+
+
+@triton.jit
+def sum_chunks(
+    table,
+    chunk_segment,
+    chunk_index,
+    checksums,
+    identity,
+    block_size,
+    coder_version,
+    PARTS: tl.constexpr,
+):
+    """PARTS programs a chunk: the sum of its stored words times their factors, added to ``checksums``."""
+    pid = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    entry = table + tl.load(chunk_segment + pid) * COLUMNS
+    address = tl.load(entry + 1)
+    good, offset, stored_entry = find_chunk(
+        address.to(tl.pointer_type(tl.uint32)),
+        tl.load(entry + 2),
+        tl.load(entry + 3),
+        tl.load(entry + 7),
+        tl.load(chunk_index + pid),
+        identity,
+        block_size,
+        coder_version,
+    )
+    stored = tl.where(good, stored_entry & 0x7FFFFFFF, 0).to(tl.int32)
+    source = tl.multiple_of((address + offset).to(tl.pointer_type(tl.uint32)), 16)
+    lane = tl.arange(0, TILE)
+    summed = tl.zeros([TILE], tl.int32)
+    whole = stored // 4
+    first = part * TILE
+    while first < whole:
+        index = first + lane
+        value = tl.load(source + index, mask=index < whole, other=0)
+        summed += (value * checksum_factors(index)).to(tl.int32, bitcast=True)
+        first += PARTS * TILE
+    total = wrapping_sum(summed)
+    if part == 0:
+        tail = tl.arange(0, 4)
+        as_bytes = source.to(tl.pointer_type(tl.uint8), bitcast=True) + whole * 4
+        rest = tl.load(as_bytes + tail, mask=whole * 4 + tail < stored, other=0).to(tl.int32)
+        last = tl.sum(rest << (8 * tail), 0)
+        total += (last.to(tl.uint32, bitcast=True) * checksum_factors(whole)).to(tl.int32, bitcast=True)
+    tl.atomic_add(checksums + pid, total, sem="relaxed")
 
 
 @triton.jit
@@ -201,6 +287,7 @@ def list_inputs(
     chunk_index,
     chunk_starts,
     capacities,
+    checksums,
     symbols,
     spare,
     spare_bytes,
@@ -216,8 +303,9 @@ def list_inputs(
 ):
     """One program a chunk of payloads to decode: what nvCOMP gets, clamped to the payload.
 
-    A chunk that is uncoded or does not fit its payload is replaced by the ``spare`` one. ``uncoded_bytes``: -1
-    for a coded chunk, else its symbols' bytes, 0 when nothing about it can be believed.
+    A chunk that is uncoded, does not fit its payload or whose checksum (in ``checksums``) is wrong is
+    replaced by the ``spare`` one. ``uncoded_bytes``: -1 for a coded chunk, else its symbols' bytes, 0 when
+    nothing about it can be believed.
     """
     pid = tl.program_id(0)
     entry = table + tl.load(chunk_segment + pid) * COLUMNS
@@ -227,14 +315,12 @@ def list_inputs(
     num_bytes = tl.load(entry + 2)
     count = tl.load(entry + 3)
     body = tl.load(entry + 7)
-    good = (num_bytes >= body) & header_is_right(
-        payload, num_bytes, count, identity, block_size, coder_version
+    good, offset, stored_entry = find_chunk(
+        payload, num_bytes, count, body, index, identity, block_size, coder_version
     )
-    chunk_entry = chunk_table(payload, count) + 2 * index
-    offset = tl.load(chunk_entry, mask=good, other=0).to(tl.int64) * 16
-    stored_entry = tl.load(chunk_entry + 1, mask=good, other=0)
     stored = (stored_entry & 0x7FFFFFFF).to(tl.int64)
-    good &= (stored > 0) & (offset >= body) & (offset + stored <= num_bytes)
+    wanted = tl.load(chunk_table(payload, count) + 3 * index + 2, mask=good, other=0)
+    good &= wanted.to(tl.int32, bitcast=True) == tl.load(checksums + pid) + stored.to(tl.int32)
     is_coded = good & ((stored_entry >> 31) == 0)
     scratch = symbols + tl.load(chunk_starts + pid)
     tl.store(sources + pid, tl.where(is_coded, address + offset, spare))

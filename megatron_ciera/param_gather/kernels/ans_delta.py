@@ -32,7 +32,7 @@ def encode_symbols(
     WORD32: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """One program a block of HASH_BLOCK values: its symbols, escapes (to scratch) and hash (to the payload)."""
+    """One program a block of HASH_BLOCK values: symbols and escapes to scratch, its hash to the payload."""
     ROWS: tl.constexpr = HASH_BLOCK // 8
     pid = tl.program_id(0)
     entry = table + tl.load(block_segment + pid) * COLUMNS
@@ -100,7 +100,7 @@ def apply_symbols(
     WORD32: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """One program a block: new words from symbols, escapes and old words; stored only if their hash is right."""
+    """One program a block: new words from symbols, escapes and old words, stored if their hash is right."""
     ROWS: tl.constexpr = HASH_BLOCK // 8
     pid = tl.program_id(0)
     segment = tl.load(block_segment + pid)
@@ -133,7 +133,7 @@ def apply_symbols(
     chunk = tl.load(entry + 5) + index
     inside = (start % values_per_chunk).to(tl.int32)
     good &= inside + length <= available_symbols(uncoded_bytes, decoded_bytes, statuses, capacities, chunk)
-    chunk_entry = chunk_table(payload, count) + 2 * index
+    chunk_entry = chunk_table(payload, count) + 3 * index
     stored = (tl.load(chunk_entry + 1, mask=good, other=0) & 0x7FFFFFFF).to(tl.int64)
     area_start = tl.load(chunk_entry, mask=good, other=0).to(tl.int64) * 16 + (stored + 15) // 16 * 16
     area_start += (described & PLACE_MASK).to(tl.int64) * 4
@@ -145,8 +145,8 @@ def apply_symbols(
     area = (address + area_start).to(tl.pointer_type(tl.uint32))
 
     # Step 2: apply. A value with an escape stays at its old word until the end.
-    symbol_pointer = tl.load(symbol_places + chunk).to(tl.pointer_type(tl.int8))
-    symbol_pointer = tl.multiple_of(symbol_pointer, 16) + inside
+    symbol_pointer = (tl.load(symbol_places + chunk) + inside).to(tl.pointer_type(tl.int8))
+    symbol_pointer = tl.multiple_of(symbol_pointer, 16)
     if FULL:
         symbol = tl.load(symbol_pointer + position, mask=good, other=0).to(tl.int32)
     else:

@@ -1,5 +1,5 @@
-"""`exponent-reuse` with the `ans` coder: exponents of changed blocks as bytes for nvCOMP, and merge, check and
-store. Format: docs/codec.md. Table: ans_chunks.py.
+"""`exponent-reuse` with the `ans` coder: exponents of changed blocks as bytes for nvCOMP, and merge, check
+and store. Format: docs/codec.md. Table: ans_chunks.py.
 """
 
 import triton
@@ -69,7 +69,7 @@ def encode_changed(
     tl.store(payload + 16 + block, hashed.to(tl.uint32, bitcast=True))
     tl.store(payload + 16 + hash_blocks + block, (place // 16).to(tl.uint32))
     chunks = (count + values_per_chunk - 1) // values_per_chunk
-    bitmap = chunk_table(payload, count) + 2 * chunks + block.to(tl.int64) * BITMAP_WORDS
+    bitmap = chunk_table(payload, count) + 3 * chunks + block.to(tl.int64) * BITMAP_WORDS
     if NUM >= 32:
         bits = tl.sum(tl.reshape(changed << (index % 32), [NUM // 32, 32]), 1)
         tl.store(bitmap + tl.arange(0, NUM // 32), bits.to(tl.uint32, bitcast=True))
@@ -146,7 +146,7 @@ def merge_exponents(
     wanted = tl.load(payload + 16 + block, mask=good, other=0)
     place = tl.load(payload + 16 + hash_blocks + block, mask=good, other=0).to(tl.int64) * 16
     chunks = (count + values_per_chunk - 1) // values_per_chunk
-    bitmap = chunk_table(payload, count) + 2 * chunks + block.to(tl.int64) * BITMAP_WORDS
+    bitmap = chunk_table(payload, count) + 3 * chunks + block.to(tl.int64) * BITMAP_WORDS
     index = tl.arange(0, NUM)
     bits = tl.load(bitmap + index // 32, mask=good & (index * BLOCK < length), other=0)
     changed = ((bits >> (index % 32).to(tl.uint32)) & 1).to(tl.int32)

@@ -130,8 +130,8 @@ def row_ranks(bits, ROWS: tl.constexpr):
     """Where the set bits of rows of 8 stand among all set bits: (int32 [R] set bits in earlier rows, int32
     [R, 8] set bits at lower columns of the same row).
 
-    ``bits``: int32 [R], bit c for column c. Counted by arithmetic: no scan runs along a row, whose columns may
-    lie in several threads.
+    ``bits``: int32 [R], bit c for column c. Counted by arithmetic: no scan runs along a row, whose
+    columns may lie in several threads.
     """
     before = tl.cumsum(count_bits(bits), 0) - count_bits(bits)
     lower = (1 << tl.arange(0, 8)[None, :]) - 1

@@ -200,8 +200,16 @@ def encode_blocks(
     width_in_chunk = tl.reshape(width, [ROWS, CHUNKS, CHUNK])
     inside = tl.cumsum(width_in_chunk, 2) - width_in_chunk
     chunk = tl.sum(tl.reshape(code, [ROWS, CHUNKS, CHUNK]) << (inside & 31), 2)
-    chunk_bits = tl.sum(width_in_chunk, 2)
-    row_sums = tl.sum(chunk_bits, 1) + (tl.sum(escaped.to(tl.int32), 1) << BITS_FIELD)
+    if WORD32:
+        # Rows lie in two threads each, and a sum of escapes alone was compiled into one over bools moved
+        # between threads, which came out wrong on an H200. Here they are counted along with the bits.
+        cost = width + (escaped.to(tl.int32) << BITS_FIELD)
+        chunk_sums = tl.sum(tl.reshape(cost, [ROWS, CHUNKS, CHUNK]), 2)
+        chunk_bits = chunk_sums & BITS_MASK
+        row_sums = tl.sum(chunk_sums, 1)
+    else:
+        chunk_bits = tl.sum(width_in_chunk, 2)
+        row_sums = tl.sum(chunk_bits, 1) + (tl.sum(escaped.to(tl.int32), 1) << BITS_FIELD)
     before = tl.cumsum(row_sums, 0) - row_sums
     total = tl.sum(row_sums, 0)
     total_bits = total & BITS_MASK
