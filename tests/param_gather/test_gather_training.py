@@ -51,7 +51,7 @@ CASES = {
         1.0,
         quick=True,
     ),
-    "interleaved pipeline": Case(4, f"{INTERLEAVED} {OVERLAP}", quick=True),
+    "interleaved pipeline": Case(4, f"{INTERLEAVED} {OVERLAP}"),
     "exponent reuse": Case(4, EXPERTS, f"{CIERA} --ciera-codec exponent-reuse", most=0.95),
     "exponent reuse, overlap": Case(4, f"{EXPERTS} {OVERLAP}", f"{CIERA} --ciera-codec exponent-reuse"),
     "no selection": Case(4, EXPERTS, f"{CIERA} --ciera-no-selection --ciera-no-overlap"),
