@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
     begin = time.perf_counter()
     shutil.rmtree(options.output, ignore_errors=True)
-    plan = Plan(options.output.resolve(), *((32, 8) if options.short else (64, 30)))
+    plan = Plan(options.output.resolve(), *((32, 8) if options.short else (56, 20)))
     plan.folder.mkdir(parents=True)
     if cpu.is_needed():
         cpu.install()  # for the dataset writer, which imports Megatron in this process
