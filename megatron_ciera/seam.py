@@ -38,13 +38,6 @@ def wrap(owner: ModuleType | type, name: str, parameters: tuple[str, ...], make:
     setattr(owner, name, replacement)
 
 
-def unwrap(owner: ModuleType | type, name: str) -> None:
-    """Puts the original back, if `wrap` replaced it."""
-    original = getattr(getattr(owner, name), _MARK, None)
-    if original is not None:
-        setattr(owner, name, original)
-
-
 def _changed(owner, name: str, why: str) -> ConfigurationError:
     where = getattr(owner, "__name__", str(owner))
     return ConfigurationError(

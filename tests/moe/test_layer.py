@@ -1,12 +1,11 @@
 """One real MoE layer on four processes at EP 2 and 4: see layer_worker.py for the cases."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launching import launch
 
 WORKER = Path(__file__).with_name("layer_worker.py")
 BF16_STEP = 2.0**-8
@@ -15,24 +14,7 @@ BF16_STEP = 2.0**-8
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layer")
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "4",
-            WORKER,
-            folder,
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-    )
-    assert process.returncode == 0, process.stdout[-4000:]
+    launch(folder, 4, [folder], script=(str(WORKER),), timeout=500).check()
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -1,12 +1,11 @@
 """Migration on four processes: see migration_worker.py."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launching import launch
 
 WORKER = Path(__file__).with_name("migration_worker.py")
 
@@ -14,24 +13,7 @@ WORKER = Path(__file__).with_name("migration_worker.py")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("migration")
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "4",
-            WORKER,
-            folder,
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-    )
-    assert process.returncode == 0, process.stdout[-4000:]
+    launch(folder, 4, [folder], script=(str(WORKER),), timeout=500).check()
     return json.loads((folder / "results.json").read_text())
 
 
