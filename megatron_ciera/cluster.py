@@ -2,16 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron_ciera.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network. Bandwidth in GB/s (bytes) per GPU and direction, latency in µs."""
+    """One level of the network. Bandwidth in GB/s (bytes) per GPU and direction, latency in µs.
+
+    bandwidth_gb_s is what a large all-gather moves. Where reductions or all-to-alls are known to move less (or
+    more), reduce_gb_s and all_to_all_gb_s say so; scripts/measure_links.py measures all three.
+    """
 
     bandwidth_gb_s: float
     latency_us: float
+    reduce_gb_s: float | None = None
+    all_to_all_gb_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class Cluster:
 
 
 _LINK_KEYS = {"bandwidth_gb_s": float, "latency_us": float}
+_OPTIONAL_LINK_KEYS = {"reduce_gb_s": float, "all_to_all_gb_s": float}
 _CLUSTER_KEYS = {
     "gpu": str,
     "nodes": int,
@@ -46,25 +54,26 @@ def cluster_from_mapping(section: Mapping, source: str) -> Cluster:
     return Cluster(**_convert(section, _CLUSTER_KEYS, f"{source}: cluster"))
 
 
-def _convert(section: Mapping, wanted: dict, where: str) -> dict:
+def _convert(section: Mapping, wanted: dict, where: str, optional: Mapping = MappingProxyType({})) -> dict:
     if not isinstance(section, Mapping):
         raise ConfigurationError(
             f"{where}: found {section!r}, needs a mapping with the keys {', '.join(wanted)}."
         )
+    known = {**wanted, **optional}
     for key in section:
-        if key not in wanted:
+        if key not in known:
             raise ConfigurationError(
-                f"{where}: unknown key {key!r}. Known keys: {', '.join(wanted)}. Remove or correct it."
+                f"{where}: unknown key {key!r}. Known keys: {', '.join(known)}. Remove or correct it."
             )
     missing = [key for key in wanted if key not in section]
     if missing:
         raise ConfigurationError(f"{where}: {', '.join(missing)} missing. Add it, or leave out the section.")
-    return {key: _value(section[key], kind, f"{where}.{key}") for key, kind in wanted.items()}
+    return {key: _value(value, known[key], f"{where}.{key}") for key, value in section.items()}
 
 
 def _value(value: object, kind: type, where: str):
     if kind is Link:
-        return Link(**_convert(value, _LINK_KEYS, where))
+        return Link(**_convert(value, _LINK_KEYS, where, _OPTIONAL_LINK_KEYS))
     if kind is str:
         return str(value)
     try:

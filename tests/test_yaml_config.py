@@ -72,6 +72,12 @@ def test_cluster(tmp_path):
     cluster = yaml_config.load_config(write(tmp_path, CLUSTER)).cluster
     assert (cluster.gpu, cluster.nodes, cluster.gpus_per_node) == ("A100", 2, 8)
     assert cluster.inter_node.bandwidth_gb_s == 25.0
+    assert cluster.inter_node.all_to_all_gb_s is None
+    measured = CLUSTER.replace(
+        "bandwidth_gb_s: 25", "reduce_gb_s: 20, all_to_all_gb_s: 18.5, bandwidth_gb_s: 25"
+    )
+    inter_node = yaml_config.load_config(write(tmp_path, measured)).cluster.inter_node
+    assert (inter_node.bandwidth_gb_s, inter_node.reduce_gb_s, inter_node.all_to_all_gb_s) == (25, 20, 18.5)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +91,10 @@ def test_cluster(tmp_path):
         ("megatron: {lr: {a: 1}}", "needs a value or a list"),
         ("megatron: {lr: [", "not valid YAML"),
         (CLUSTER.replace("gpu: A100", "gpus: A100"), "cluster: unknown key 'gpus'"),
+        (
+            CLUSTER.replace("bandwidth_gb_s: 25", "all_to_all_gb_s: 0, bandwidth_gb_s: 25"),
+            "inter_node.all_to_all_gb_s: found '0', needs a positive number",
+        ),
         (CLUSTER.replace("  nodes: 2\n", ""), "nodes missing"),
         (
             CLUSTER.replace("bandwidth_gb_s: 25", "bandwidth_gb_s: fast"),

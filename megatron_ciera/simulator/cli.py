@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_ciera.errors import ConfigurationError, refuse
 from megatron_ciera.simulator import report
 from megatron_ciera.simulator.features import ChangeRates, parse_features, rates_at, rates_from_stability
-from megatron_ciera.simulator.hardware import hardware
+from megatron_ciera.simulator.hardware import Hardware, hardware
 from megatron_ciera.simulator.job import Job, job_from_config
 from megatron_ciera.simulator.project import Assumptions, Projection, default_features, default_sizes, project
 from megatron_ciera.simulator.replay import RECORDED, Target, replay, replay_as_recorded
@@ -45,6 +45,11 @@ def parser() -> argparse.ArgumentParser:
     option("--rank-load", type=float, default=1.0, help="busiest rank over mean")
     option("--layers", type=int, help="simulate this many layers of the model")
     option("--seq-length", type=int, help="simulate this sequence length")
+    option(
+        "--gather-ratio", type=float, metavar="X", help="bytes sent over raw bytes, as a run's ciera/ratio"
+    )
+    option("--encode-gb-s", type=float, help="speed of the codec, raw bytes a second; see bench_codec.py")
+    option("--decode-gb-s", type=float, help="likewise")
     option("--efficiency", type=float, default=0.45, help="share of the bf16 peak that matrix products reach")
     option("--plot", metavar="FILE", help="stacked bars of the split of time")
     option("--timeline", metavar="FILE", help="Chrome trace of the last projection")
@@ -66,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     config = load_config(given.config)
     job = _resized(job_from_config(config), given)
-    gpu = hardware(config.cluster, given.efficiency)
+    gpu = _with_codec(hardware(config.cluster, given.efficiency), given)
     rates = _rates(given, job)
     assumed = Assumptions(rates, given.rows_removed, given.rank_load)
     if given.trace:
@@ -142,6 +147,17 @@ def _resized(job: Job, given: argparse.Namespace) -> Job:
     return job
 
 
+def _with_codec(gpu: Hardware, given: argparse.Namespace) -> Hardware:
+    """The codec as fast as it was measured, where that is given; two bytes a value."""
+    for flag in ("gather_ratio", "encode_gb_s", "decode_gb_s"):
+        value = getattr(given, flag)
+        if value is not None and not value > 0:
+            raise refuse("--" + flag.replace("_", "-"), value, "a positive number", "Correct it.")
+    encode = gpu.encode if given.encode_gb_s is None else given.encode_gb_s * 1e9 / 2
+    decode = gpu.decode if given.decode_gb_s is None else given.decode_gb_s * 1e9 / 2
+    return replace(gpu, encode=encode, decode=decode)
+
+
 def _rates(given: argparse.Namespace, job: Job) -> ChangeRates:
     rates = rates_at(job.learning_rate, given.block_size)
     if given.stability:
@@ -156,6 +172,9 @@ def _rates(given: argparse.Namespace, job: Job) -> ChangeRates:
         rates = replace(
             rates, block_change_rate=blocks, source=rates.source + "; block change rates as given"
         )
+    if given.gather_ratio is not None:
+        bits = dict.fromkeys(rates.delta_bits, 16 * given.gather_ratio)
+        rates = replace(rates, delta_bits=bits, source=f"{given.gather_ratio:g} of the raw bytes, as given")
     return rates
 
 

@@ -120,7 +120,8 @@ class _World:
             self.raw += call.num_bytes
             self.sent += call.num_bytes * gather.ratio
             return gather.cost, gather
-        return ring(cluster, group, call.num_bytes, 2 if call.kind == "all_reduce" else 1), None
+        reduces = call.kind in ("all_reduce", "reduce_scatter", "reduce")
+        return ring(cluster, group, call.num_bytes, 2 if call.kind == "all_reduce" else 1, reduces), None
 
     def _group(self, call: Collective) -> Group:
         size, stride = call.size, 1

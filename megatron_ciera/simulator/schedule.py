@@ -286,7 +286,8 @@ class _Stage:
     def _reduce(self, name: str, dense: int, expert: int) -> None:
         after = (self.last,) if self.last else ()
         for kind, values, group in (("dense", dense, "data"), ("expert", expert, "expert data")):
-            cost = ring(self.setting.cluster, self.groups[group], float(self.job.grad_bytes * values))
+            reduced = float(self.job.grad_bytes * values)
+            cost = ring(self.setting.cluster, self.groups[group], reduced, reduces=True)
             if cost != Cost():
                 stream = f"reduce {kind}"
                 self.reduced.append(

@@ -101,6 +101,22 @@ def test_all_to_all_by_level():
     assert all_to_all(CLUSTER, Group(4, 4), 300.0) == Cost(2e-6, 300.0, 0.0)
 
 
+def test_reductions_and_all_to_alls_at_their_own_rates():
+    link = Link(8.0, 1.0, reduce_gb_s=4.0, all_to_all_gb_s=2.0)
+    cluster = Cluster("CPU", 2, 1, 1.0, Link(16.0, 1.0), link)
+    pair = strided(2, 1, 1)
+    seconds = [
+        cost.alone(cluster) - 1e-6
+        for cost in (
+            ring(cluster, pair, 16e9),
+            ring(cluster, pair, 16e9, reduces=True),
+            ring(cluster, pair, 16e9, rounds=2, reduces=True),
+            all_to_all(cluster, pair, 8e9),
+        )
+    ]
+    assert seconds == pytest.approx([1.0, 2.0, 4.0, 4.0], rel=1e-5)
+
+
 def test_strided_groups():
     assert strided(16, 1, 8) == Group(16, 8)
     assert strided(4, 4, 8) == Group(4, 2)
