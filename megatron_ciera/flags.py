@@ -10,6 +10,7 @@ from megatron_ciera.cluster import Cluster
 
 CODECS = ("auto", "exponent-reuse", "delta")
 CODERS = ("auto", "ans", "packed")
+SHUFFLE_RESIDUALS = ("exchange", "partial-sums")
 
 # Defaults live here and not in the parser: None in `args` means "not given", which is how a flag that only
 # makes sense beside another one is told from its default.
@@ -24,6 +25,7 @@ _DEFAULTS = {
     "placement_refit_interval": 1000,
     "placement_fit_tokens": 4096,
     "placement_load_tolerance": 0.05,
+    "token_shuffle_residual": "exchange",
 }
 
 
@@ -51,6 +53,7 @@ class CieraConfig:
 
     dedup_dispatch: bool = False
     token_shuffle: bool = False
+    token_shuffle_residual: str = "exchange"
 
     cluster: Cluster | None = None
 
@@ -94,6 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="one row per (token, rank); default: on with --correlated-placement and the alltoall dispatcher",
     )
     flag("--token-shuffle", action="store_true", help="move tokens to their next experts' rank")
+    flag(
+        "--token-shuffle-residual",
+        choices=SHUFFLE_RESIDUALS,
+        default=None,
+        help="exchange: exact, rows travel under attention; partial-sums: no extra traffic, other rounding; "
+        "default: exchange",
+    )
     return parser
 
 

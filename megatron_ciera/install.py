@@ -155,12 +155,14 @@ def _megatron_validation(original, args, defaults):
 
 def _features(config: CieraConfig) -> list[Feature]:
     features = []
-    if config.token_shuffle:
-        raise validation.not_there_yet("--token-shuffle")
     if config.moe:
         from megatron_ciera.moe.feature import MoEFeature
 
         features.append(MoEFeature(config))
+    if config.token_shuffle:
+        from megatron_ciera.shuffle.feature import ShuffleFeature
+
+        features.append(ShuffleFeature(config))
     if config.ciera:
         from megatron_ciera.param_gather.feature import ParamGatherFeature
 

@@ -11,6 +11,7 @@ import os
 from megatron_ciera.errors import ConfigurationError, refuse
 from megatron_ciera.flags import given_flags
 from megatron_ciera.moe import rules as moe_rules
+from megatron_ciera.shuffle import rules as shuffle_rules
 
 _CIERA_ONLY = (
     ("ciera_codec", "--ciera-codec"),
@@ -59,7 +60,7 @@ def before_megatron(args: argparse.Namespace) -> None:
     if args.dedup_dispatch or (args.correlated_placement and args.moe_token_dispatcher_type == "alltoall"):
         _check_dedup(args)
     if args.token_shuffle:
-        _check_shuffle(args)
+        shuffle_rules.check(args)
 
 
 def after_megatron(args: argparse.Namespace) -> None:
@@ -78,6 +79,8 @@ def after_megatron(args: argparse.Namespace) -> None:
         moe_rules.check_derived(args)
     if wants_dedup:
         moe_rules.check_graphs(args, "--dedup-dispatch")
+    if args.token_shuffle:
+        shuffle_rules.check_derived(args)
 
 
 def _check_world(args) -> None:
@@ -117,8 +120,17 @@ def _check_companions(args) -> None:
     for name, flag in _CIERA_ONLY:
         if not args.ciera and getattr(args, name) not in (None, False):
             raise refuse(flag, "no --ciera", "--ciera beside it", f"Add --ciera, or remove {flag}.")
+    if args.token_shuffle_residual is not None and not args.token_shuffle:
+        raise refuse(
+            "--token-shuffle-residual",
+            "no --token-shuffle",
+            "--token-shuffle beside it",
+            "Add --token-shuffle, or remove it.",
+        )
     for name, flag in _PLACEMENT_ONLY:
-        if not args.correlated_placement and getattr(args, name) is not None:
+        # Prediction tables are fitted when a placement would be.
+        fits = args.correlated_placement or (args.token_shuffle and name in _FIT_FLAGS)
+        if not fits and getattr(args, name) is not None:
             raise refuse(
                 flag,
                 "no --correlated-placement",
@@ -234,35 +246,3 @@ def _check_dedup(args) -> None:
             "Add --moe-token-dispatcher-type alltoall, or leave out --dedup-dispatch.",
         )
     moe_rules.check_dedup(args, flag)
-
-
-def _check_shuffle(args) -> None:
-    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
-    if tensor != expert:
-        raise refuse(
-            "--token-shuffle",
-            f"--tensor-model-parallel-size {tensor} and --expert-model-parallel-size {expert}",
-            "the two to be equal",
-            "Change one of them, or leave out --token-shuffle.",
-        )
-    if args.expert_tensor_parallel_size != 1:
-        raise refuse(
-            "--token-shuffle",
-            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size or tensor}",
-            "1",
-            "Add --expert-tensor-parallel-size 1, or leave out --token-shuffle.",
-        )
-    for name, flag in (
-        ("context_parallel_size", "--context-parallel-size"),
-        ("multi_latent_attention", "--multi-latent-attention"),
-        ("sft", "--sft (packed sequences)"),
-    ):
-        if getattr(args, name, None) not in (None, False, 1):
-            raise refuse("--token-shuffle", flag, "a run without it", f"Remove {flag} or --token-shuffle.")
-
-
-def not_there_yet(feature: str) -> ConfigurationError:
-    """The error for a flag of the interface whose feature this version does not have."""
-    return ConfigurationError(
-        f"{feature}: not in this version of megatron-ciera. Remove it; see CHANGELOG.md for what is there."
-    )

@@ -1,0 +1,1 @@
+"""Token shuffling: tokens move to the rank of their next experts inside attention's own reduce-scatter."""

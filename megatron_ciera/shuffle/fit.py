@@ -1,0 +1,111 @@
+"""Prediction tables fitted in the run: routing of one iteration recorded, fitted beside training, then installed.
+
+python -m megatron_ciera.shuffle.fit < windows.npz > tables.pickle  is the process that fits. Imports no Megatron.
+"""
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from placement.prediction import LayerTables, fit_layer_tables
+
+
+class RoutingRecorder:
+    """Experts of the first `wanted` tokens that each MoE layer of a chunk routes while it is in place."""
+
+    def __init__(self, wanted: int):
+        self.wanted = wanted
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def add(self, layer: int, experts: torch.Tensor) -> None:
+        """[T, k] int64 experts in canonical order, the same tokens in every layer. No host synchronisation."""
+        kept = self._kept.setdefault(layer, [])
+        missing = self.wanted - sum(map(len, kept))
+        if missing > 0:
+            kept.append(experts[:missing].to(torch.int16))
+
+    def take(self) -> dict[int, np.ndarray]:
+        """Layer -> [tokens, k] int16. NOTE: device-to-host copy."""
+        return {layer: torch.cat(parts).cpu().numpy() for layer, parts in self._kept.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """What the tables of one layer are fitted on. top_indices: [3, tokens, k], two MoE layers before first."""
+
+    top_indices: np.ndarray
+    expert_to_rank: np.ndarray
+
+
+def windows_of(
+    recorded: Mapping[int, np.ndarray], expert_to_rank: Mapping[int, np.ndarray], last: int
+) -> dict[int, Window]:
+    """Windows of the layers of a chunk that can shuffle: behind two MoE layers, and not the `last`."""
+    moe = sorted(recorded)
+    windows = {}
+    for two_before, before, target in zip(moe, moe[1:], moe[2:], strict=False):
+        if target != last:
+            rows = [recorded[layer] for layer in (two_before, before, target)]
+            windows[target] = Window(np.stack(rows), expert_to_rank[target])
+    return windows
+
+
+def start(windows: list[Window], num_experts: int, num_ranks: int) -> subprocess.Popen:
+    """Starts the fit and returns at once; `tables_of` waits for it."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    arrays = {"sizes": np.array([num_experts, num_ranks])}
+    for index, window in enumerate(windows):
+        arrays[f"top_indices_{index}"] = window.top_indices
+        arrays[f"expert_to_rank_{index}"] = window.expert_to_rank
+    # Through a file: a pipe would block training until the child has imported what reads it.
+    with tempfile.TemporaryFile() as packed:
+        np.savez(packed, **arrays)
+        packed.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_ciera.shuffle.fit"],
+            stdin=packed,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+
+def tables_of(process: subprocess.Popen) -> list[LayerTables] | str:
+    """Waits for a started fit: tables in the order of its windows, or why there are none."""
+    output, complaint = process.communicate()
+    if process.returncode != 0:
+        last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        return f"the fit ended with code {process.returncode}: {last[0]}"
+    return pickle.loads(output)
+
+
+def main() -> None:
+    with np.load(io.BytesIO(sys.stdin.buffer.read())) as given:
+        num_experts, num_ranks = given["sizes"].tolist()
+        count = sum(name.startswith("top_indices") for name in given.files)
+        tables = [
+            fit_layer_tables(
+                given[f"top_indices_{index}"].astype(np.int64),
+                2,
+                given[f"expert_to_rank_{index}"],
+                num_experts,
+                num_ranks,
+            )
+            for index in range(count)
+        ]
+    sys.stdout.buffer.write(pickle.dumps(tables))
+
+
+if __name__ == "__main__":
+    # By its full name, so that what is pickled does not depend on how this file was started.
+    main()

@@ -1,0 +1,100 @@
+"""Rows put in another order, and the exchange of rows between ranks, with their gradients: copies only, exact."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_ciera.moe.rows import gather_rows
+from megatron_ciera.shuffle.layout import Move
+
+
+def reorder(x: torch.Tensor, source: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """[s, b, H] -> row `source[i]` at flat place i, same shape. `back` is the inverse of `source`."""
+    return _Reorder.apply(x, source, back)
+
+
+class _Reorder(torch.autograd.Function):
+    """Forward: rows by `source`. Backward: gradients by its inverse."""
+
+    @staticmethod
+    def forward(ctx, x, source, back):
+        ctx.save_for_backward(back)
+        return _rows(x, source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (back,) = ctx.saved_tensors
+        return _rows(grad, back), None, None
+
+
+def _rows(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return gather_rows(x.reshape(len(source), -1), source).view(x.shape)
+
+
+@dataclass
+class Exchange:
+    """Rows of a shard under way from one layout to another, over `group`, and later their gradients back.
+
+    to, from_: rows to and from each rank, on the host. `work`: the collective under way, with what it reads.
+    """
+
+    move: Move
+    to: list[int]
+    from_: list[int]
+    group: dist.ProcessGroup
+    work: tuple | None = None
+
+    def depart(self, rows: torch.Tensor) -> torch.Tensor:
+        """[s/N, b, H] rows of this rank leave; returns what `arrive` takes. Its values are not there yet.
+
+        Called in front of attention, so that rows travel while it computes; in the backward pass autograd comes
+        back to what was called first last, so that gradients travel while it computes as well.
+        """
+        return _Depart.apply(rows, self)
+
+    def arrive(self, under_way: torch.Tensor) -> torch.Tensor:
+        """Waits for the rows and returns them, [s/N, b, H], in the new layout."""
+        return _Arrive.apply(under_way, self)
+
+    def start(self, rows: torch.Tensor, order: torch.Tensor, to: list[int], from_: list[int]) -> torch.Tensor:
+        """Sends rows of [s/N, b, H] in `order`; returns the buffer that they will arrive in."""
+        packed = gather_rows(rows.reshape(len(order), -1), order)
+        received = torch.empty_like(packed)
+        work = dist.all_to_all_single(received, packed, from_, to, group=self.group, async_op=True)
+        self.work = work, packed
+        return received.view(rows.shape)
+
+    def finish(self, received: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Waits (the stream does, on a GPU) and puts the rows that arrived at their places."""
+        work, _ = self.work
+        work.wait()
+        self.work = None
+        return _rows(received, place)
+
+
+class _Depart(torch.autograd.Function):
+    """Forward: rows leave. Backward: their gradients have come back."""
+
+    @staticmethod
+    def forward(ctx, rows, exchange):
+        ctx.exchange = exchange
+        return exchange.start(rows, exchange.move.send_order, exchange.to, exchange.from_)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.exchange.finish(grad, ctx.exchange.move.send_place), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Forward: rows have arrived. Backward: their gradients leave."""
+
+    @staticmethod
+    def forward(ctx, under_way, exchange):
+        ctx.exchange = exchange
+        return exchange.finish(under_way, exchange.move.arrival_place)
+
+    @staticmethod
+    def backward(ctx, grad):
+        exchange = ctx.exchange
+        return exchange.start(grad, exchange.move.arrival_order, exchange.from_, exchange.to), None
