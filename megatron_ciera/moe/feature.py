@@ -43,7 +43,7 @@ class MoEFeature(Feature):
             )
             if wanted
         ]
-        self.name = "MoE: " + ", ".join(parts)
+        self.name = "MoE: " + (", ".join(parts) or "metrics")
         self.placement = None
         self._target = None
         self._stored_maps = None
@@ -271,9 +271,14 @@ class MoEFeature(Feature):
             f"--placement-file {path}", content, failure, "needs the same file on every node: copy it again"
         )
         self._fit_info = placement.fit
-        return self._resolve(placement)
+        return self.resolve(placement)
 
-    def _resolve(self, placement: Placement) -> Maps:
+    def records_routing(self, iteration: int) -> bool:
+        """Whether the routing of `iteration` is recorded for a fit."""
+        return self._refit is not None and self._refit.recorded_at == iteration
+
+    def resolve(self, placement: Placement) -> Maps:
+        """A placement's maps by layer of this model, in the placement's order. ValueError if it does not fit."""
         return placement.check_model(
             self._model.num_moe_experts,
             self._model.moe_router_topk,
@@ -289,7 +294,7 @@ class MoEFeature(Feature):
                 f"this run has {self._ep_size}: experts start contiguous"
             )
             return
-        self._stored_maps = self._resolve(placement)
+        self._stored_maps = self.resolve(placement)
         self._fit_info = self._fit_info or placement.fit
         self.placement.move_to(self._stored_maps, optimizer)
 
