@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from megatron_ciera.param_gather.bucket import GatherBucket
 from megatron_ciera.param_gather.codec_choice import agree_on_codecs
-from megatron_ciera.param_gather.costs import measure_costs
+from megatron_ciera.param_gather.costs import plan_pieces
 from megatron_ciera.param_gather.decider import Decider, Policy
 from megatron_ciera.param_gather.exchange import Exchange
 from megatron_ciera.param_gather.group import Round, ShardGroup, Tuning
-from megatron_ciera.param_gather.lanes import Lane
+from megatron_ciera.param_gather.lanes import make_lanes
 from megatron_ciera.param_gather.layout import Run, parameter_class
 from megatron_ciera.param_gather.ledger import Ledger
+from megatron_ciera.param_gather.process_groups import make_own_groups
 from megatron_ciera.param_gather.transfer import Ring
 
 DTYPE = torch.bfloat16
@@ -102,18 +103,19 @@ class Bench:
             for rank in range(self.size)
             for run in shard_runs(steps[0], shard)
         ]
-        self.own = dist.new_group()
+        (self.own,) = make_own_groups([dist.group.WORLD]).values()
         self._position = 0
 
     def _tiled(self, step: dict[str, np.ndarray], shard: int) -> torch.Tensor:
         words = np.concatenate([tile_shard(step, shard, rank) for rank in range(self.size)])
         return torch.from_numpy(words.view(np.int16)).to(self.device).view(DTYPE)
 
-    def group(self, mode: str, coder: str, warmup: int) -> ShardGroup:
+    def group(self, mode: str, coder: str, warmup: int, tuning: Tuning | None = None) -> ShardGroup:
         codec, select, overlap = MODES[mode]
-        lane, ledger, tuning = Lane(self.device, overlap), Ledger(), Tuning()
+        lanes, ledger, tuning = make_lanes(self.device, overlap), Ledger(), tuning or Tuning()
         codecs, _ = agree_on_codecs(codec, coder, select, DTYPE, 512, self.device)
-        piece_values = tuning.piece_bytes // (2 * self.size)
+        shard = len(self.values[0]) // self.size
+        costs, piece_values = plan_pieces(dist.group.WORLD, self.own, codecs, shard, DTYPE, overlap, tuning)
         buckets, slots = [], 0
         for index, values in enumerate(self.values):
             bucket = GatherBucket(
@@ -121,16 +123,12 @@ class Bench:
             )
             slots += bucket.num_slots
             buckets.append(bucket)
-        costs = None
-        if select and self.device.type == "cuda":
-            largest = max(bucket.shard_values for bucket in buckets)
-            costs = measure_costs(dist.group.WORLD, self.own, codecs, largest, DTYPE, overlap)
         policy = Policy(tuple(codecs), select, None, warmup, 512)
         log = print if self.rank == 0 and os.environ.get("BENCH_TABLE") else lambda line: None
-        decider = Decider(mode, buckets, codecs, policy, costs, log)
-        exchange = Exchange(self.own, slots, decider.num_counts, self.device, lane, ledger)
-        ring = Ring(tuning.num_slots, self.device, lane)
-        args = (buckets, exchange, ring, lane, ledger, warmup, tuning, Round(), decider)
+        decider = Decider(mode, buckets, codecs, policy, costs if select else None, log)
+        exchange = Exchange(self.own, slots, decider.num_counts, self.device, lanes, ledger)
+        ring = Ring(tuning.num_slots, self.device, lanes.gather)
+        args = (buckets, exchange, ring, lanes, ledger, warmup, tuning, Round(), decider)
         return ShardGroup(mode, dist.group.WORLD, *args)
 
     def step(self, group: ShardGroup | None) -> None:
@@ -199,11 +197,11 @@ def run_mode(bench: Bench, mode: str, options) -> dict:
         bench.step(group)
         bench.gather(group)
         bench.check(mode)
-    group.ledger.take(["bytes_raw", "bytes_sent", "bytes_payload_mean", "coded_gathers"])
+    group.ledger.take(["bytes_raw", "bytes_sent", "bytes_payload_mean", "coded_gathers", "exchanges"])
     group._lane.watch.take()
     times = bench.seconds(group, options.repeats)
-    names = ["bytes_raw", "bytes_sent", "bytes_payload_mean", "coded_gathers"]
-    raw, sent, mean, coded = group.ledger.take(names)
+    names = ["bytes_raw", "bytes_sent", "bytes_payload_mean", "coded_gathers", "exchanges"]
+    raw, sent, mean, coded, exchanges = group.ledger.take(names)
     watch = {f"{name}_ms": value / options.repeats for name, value in group._lane.watch.take().items()}
     bench.check(mode)
     memory = group.memory | {"ring": group._ring.num_bytes}
@@ -214,6 +212,8 @@ def run_mode(bench: Bench, mode: str, options) -> dict:
         "ratio": sent / raw,
         "ratio_unpadded": mean / raw if coded else 1.0,
         "coded_gathers": coded / options.repeats,
+        "exchanges": exchanges / options.repeats,
+        "pieces": [len(bucket.pieces) for bucket in group.buckets],
         "codecs": sorted({codec for codecs in used for codec in codecs}),
         "memory_bytes": memory,
         **watch,

@@ -33,10 +33,14 @@ class OwnSegment:
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """Bytes of each segment's payload by rank, each aligned, and what every rank's payload is padded to."""
+    """Bytes of each segment's payload by rank, each aligned, and what every rank's payload is padded to.
+
+    `raw`: coded it would have been no smaller, so all of it travels as it is.
+    """
 
     by_owner: tuple[tuple[int, ...], ...]
     padded: int
+    raw: bool
 
     @property
     def mean(self) -> float:
@@ -85,13 +89,24 @@ class GatherBucket:
             [own for own in self.own if own.piece == index] for index in range(len(self.pieces))
         ]
         self._rows = _first_rows([len(self._foreign(piece, rank)) for piece in self.pieces])
+        self._slots = [
+            _first_rows([len(piece.segments[owner]) for piece in self.pieces]) for owner in range(size)
+        ]
+        # Bytes that hold the own payloads of each piece, whatever codecs its segments have.
+        self.bounds = [
+            sum(max(aligned(c.bound(own.words.numel())) for c in codecs.values()) for own in part)
+            for part in self._of_piece
+        ]
         self._take_digest()
         self.flags = new_flags(self.num_rows(rank), values.device)
         self.stepped = False  # an optimizer step since the last gather
         self.pending = True  # the next gather has something to do
         self.base_known = False  # receivers hold what `state` was made from
-        self.encoded = False  # own payloads are ready for the next gather
-        self.sizes: list[PieceSizes] | None = None
+        self.sending = False  # a coded gather has begun, and `adopt` has not been called for it
+        self._forgotten = False  # while it was under way
+        self.waiting: set[int] = set()  # pieces of this step that are in no wave
+        self.wave_of: dict[int, object] = {}  # the wave of each piece that is encoded and not packed
+        self.sizes: list[PieceSizes | None] = [None] * len(self.pieces)
 
     @property
     def shard_bytes(self) -> int:
@@ -119,19 +134,30 @@ class GatherBucket:
             codec = self._choices[own.segment]
             if codec != own.codec:
                 own.codec, own.state = codec, None
-        self.encoded = False
 
     def _take_digest(self) -> None:
         """A hash of all ranks' choices, in order."""
         self.digest = hashlib.sha256(",".join(self._choices.values()).encode()).digest()
         self.compressible = any(self._choices.values())
 
+    def step(self) -> None:
+        """The own shard is about to get new values: all of it is to be encoded and gathered."""
+        self.stepped = self.pending = True
+        self.sending = False
+        self.waiting, self.wave_of = set(range(len(self.pieces))), {}
+
     def forget(self) -> None:
         """The receivers' words may differ from the states: the next gather is raw."""
-        self.base_known, self.pending, self.encoded = False, True, False
+        self.base_known, self.pending, self._forgotten = False, True, self.sending
+        if not self.sending:
+            self.waiting, self.wave_of = set(), {}
 
     def adopt(self) -> None:
         """Brings the states to the words as they are. Call in the lane, when every rank holds these words."""
+        self.sending = False
+        if self._forgotten:  # words were rewritten while this gather was under way: it proves nothing
+            self._forgotten = False
+            return
         for own in self.own:
             if own.codec == RAW:
                 continue
@@ -141,39 +167,39 @@ class GatherBucket:
                 self.codecs[own.codec].update_state(own.words, own.state)
         self.base_known = True
 
-    def to_encode(self) -> list[OwnSegment]:
-        return [own for own in self.own if own.codec != RAW]
+    def to_encode(self, piece_index: int) -> list[OwnSegment]:
+        """The own segments of a piece that have a codec."""
+        return [own for own in self._of_piece[piece_index] if own.codec != RAW]
 
-    def agree(self, sizes: torch.Tensor) -> None:
-        """Takes the exchanged sizes, int64 `[ranks, slots]` on the host, of the whole group."""
-        table = sizes[:, self.first_slot : self.first_slot + self.num_slots].tolist()
-        itemsize = self.values.element_size()
-        slots = [0] * self.size
-        self.sizes = []
-        for piece in self.pieces:
-            by_owner = []
-            for owner, segments in enumerate(piece.segments):
-                row = []
-                for segment in segments:
-                    coded = self._choices[segment] != RAW
-                    row.append(aligned(table[owner][slots[owner]] if coded else segment.length * itemsize))
-                    slots[owner] += 1
-                by_owner.append(tuple(row))
-            self.sizes.append(PieceSizes(tuple(by_owner), max(map(sum, by_owner))))
-
-    @property
-    def payload_bytes(self) -> int:
-        """Padded bytes of one rank's payload over all pieces."""
-        return sum(sizes.padded for sizes in self.sizes)
+    def agree(self, piece_index: int, table: Sequence[Sequence[int]]) -> None:
+        """Takes in the exchanged sizes of a piece: bytes by rank and slot of the group."""
+        piece, itemsize = self.pieces[piece_index], self.values.element_size()
+        by_owner, raw = [], []
+        for owner, segments in enumerate(piece.segments):
+            slot = self.first_slot + self._slots[owner][piece_index]
+            raw.append(tuple(aligned(segment.length * itemsize) for segment in segments))
+            by_owner.append(
+                tuple(
+                    as_is if self._choices[segment] == RAW else aligned(table[owner][slot + index])
+                    for index, (segment, as_is) in enumerate(zip(segments, raw[-1], strict=True))
+                )
+            )
+        padded, most = max(map(sum, by_owner)), max(map(sum, raw))
+        if padded < piece.length * itemsize:
+            self.sizes[piece_index] = PieceSizes(tuple(by_owner), padded, False)
+        else:
+            self.sizes[piece_index] = PieceSizes(tuple(raw), most, True)
 
     def pack(self, piece_index: int, region: torch.Tensor) -> None:
         """Writes the own payload of a piece into `region` (uint8): segments as encoded, raw ones as they are."""
-        offset = 0
-        sizes = self.sizes[piece_index].by_owner[self.rank]
-        for own, num_bytes in zip(self._of_piece[piece_index], sizes, strict=True):
-            source = own.words.view(torch.uint8) if own.codec == RAW else own.payload[:num_bytes]
-            region[offset : offset + source.numel()].copy_(source)
+        offset, sources, targets = 0, [], []
+        sizes = self.sizes[piece_index]
+        for own, num_bytes in zip(self._of_piece[piece_index], sizes.by_owner[self.rank], strict=True):
+            as_is = sizes.raw or own.codec == RAW
+            sources.append(own.words.view(torch.uint8) if as_is else own.payload[:num_bytes])
+            targets.append(region[offset : offset + sources[-1].numel()])
             offset += num_bytes
+        torch._foreach_copy_(targets, sources)
 
     def unpack(self, piece_index: int, received: torch.Tensor) -> None:
         """Applies the other ranks' payloads, uint8 `[ranks, padded]`, to their shards, in place.
@@ -183,19 +209,17 @@ class GatherBucket:
         piece, sizes = self.pieces[piece_index], self.sizes[piece_index]
         work: dict[str, tuple[list, list]] = {}
         for owner, segments in enumerate(piece.segments):
-            offset = 0
+            if owner == self.rank:
+                continue
+            offset, row = 0, received[owner]
             for segment, num_bytes in zip(segments, sizes.by_owner[owner], strict=True):
-                payload = received[owner, offset : offset + num_bytes]
-                offset += num_bytes
-                if owner == self.rank:
-                    continue
-                codec, words = self._choices[segment], self._words[segment]
-                if codec == RAW:
-                    words.view(torch.uint8).copy_(payload[: words.nbytes])
-                    continue
+                codec = RAW if sizes.raw else self._choices[segment]
                 payloads, targets = work.setdefault(codec, ([], []))
-                payloads.append(payload)
-                targets.append(words)
+                payloads.append(row[offset : offset + num_bytes])
+                targets.append(self._words[segment])
+                offset += num_bytes
+        for payload, words in zip(*work.pop(RAW, ([], [])), strict=True):
+            words.view(torch.uint8).copy_(payload[: words.nbytes])
         row = self._rows[piece_index]
         for codec in sorted(work):
             payloads, targets = work[codec]

@@ -10,11 +10,11 @@ from megatron_ciera.flags import CieraConfig
 from megatron_ciera.param_gather import adapter
 from megatron_ciera.param_gather.bucket import GatherBucket
 from megatron_ciera.param_gather.codec_choice import agree_on_codecs
-from megatron_ciera.param_gather.costs import measure_costs
+from megatron_ciera.param_gather.costs import plan_pieces
 from megatron_ciera.param_gather.decider import Decider, Policy
 from megatron_ciera.param_gather.exchange import Exchange
 from megatron_ciera.param_gather.group import Round, ShardGroup, Tuning
-from megatron_ciera.param_gather.lanes import Lane
+from megatron_ciera.param_gather.lanes import Lanes
 from megatron_ciera.param_gather.ledger import Ledger
 from megatron_ciera.param_gather.process_groups import make_own_groups
 from megatron_ciera.param_gather.transfer import Ring
@@ -42,7 +42,7 @@ class Shared:
     config: CieraConfig
     tuning: Tuning
     device: torch.device
-    lane: Lane
+    lanes: Lanes
     ring: Ring
     ledger: Ledger
     round: Round
@@ -86,6 +86,15 @@ def _build(members: list[Member], own_group, codecs, names, total_bytes: int, sh
     config, first = shared.config, members[0]
     group, size = first.found.process_group, _size(first)
     dtype = first.bucket.param_data.dtype
+    costs, piece_values = plan_pieces(
+        group,
+        own_group,
+        codecs[dtype],
+        max(member.bucket.param_data.numel() for member in members) // size,
+        dtype,
+        config.ciera_overlap,
+        shared.tuning,
+    )
     buckets: list[GatherBucket] = []
     slots = 0
     for index, member in enumerate(members):
@@ -99,7 +108,7 @@ def _build(members: list[Member], own_group, codecs, names, total_bytes: int, sh
                 size,
                 adapter.parameter_runs(member.bucket, names),
                 codecs[dtype],
-                max(1, shared.tuning.piece_bytes // (size * values.element_size())),
+                piece_values,
                 slots,
             )
         )
@@ -114,19 +123,17 @@ def _build(members: list[Member], own_group, codecs, names, total_bytes: int, sh
         warmup_steps=max(1, config.ciera_warmup_iters),
         block_size=config.ciera_block_size,
     )
-    costs = None
-    if shared.device.type == "cuda" and config.ciera_selection:
-        largest = max(bucket.shard_values for bucket in buckets)
-        costs = measure_costs(group, own_group, codecs[dtype], largest, dtype, config.ciera_overlap)
-    decider = Decider(name, buckets, codecs[dtype], policy, costs, shared.log)
-    exchange = Exchange(own_group, slots, decider.num_counts, shared.device, shared.lane, shared.ledger)
+    decider = Decider(
+        name, buckets, codecs[dtype], policy, costs if config.ciera_selection else None, shared.log
+    )
+    exchange = Exchange(own_group, slots, decider.num_counts, shared.device, shared.lanes, shared.ledger)
     shard_group = ShardGroup(
         name,
         group,
         buckets,
         exchange,
         shared.ring,
-        shared.lane,
+        shared.lanes,
         shared.ledger,
         config.ciera_warmup_iters,
         shared.tuning,

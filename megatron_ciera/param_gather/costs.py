@@ -6,11 +6,32 @@ import torch
 import torch.distributed as dist
 
 from megatron_ciera.param_gather.codec import Codec, as_words, new_flags
+from megatron_ciera.param_gather.pieces import choose_piece_values
 from megatron_ciera.param_gather.selection import Costs, Curve
 
 _COMM_BYTES = tuple(1 << shift for shift in (14, 17, 20, 22, 24, 26))
 _CODEC_VALUES = tuple(1 << shift for shift in (14, 18, 21, 24))
 _REPEATS = 5
+
+
+def plan_pieces(
+    group, exchange_group, codecs: Mapping[str, Codec], largest_shard: int, dtype, overlap: bool, tuning
+) -> tuple[Costs | None, int]:
+    """Measured costs (None without a GPU), and the limit of a piece's values that suits them. Collective.
+
+    `tuning`: group.Tuning, whose `piece_bytes` bounds the pieces in any case.
+    """
+    size = dist.get_world_size(group)
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    most = max(1, tuning.piece_bytes // (size * itemsize))
+    if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
+        return None, most
+    costs = measure_costs(group, exchange_group, codecs, largest_shard, dtype, overlap)
+    if not overlap or size == 1:
+        return costs, most
+    return costs, choose_piece_values(
+        largest_shard, most, itemsize, size, next(iter(codecs)), costs, tuning.wave_pieces
+    )
 
 
 def measure_costs(

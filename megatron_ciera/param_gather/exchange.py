@@ -1,10 +1,12 @@
-"""The size exchange: the one small all-gather, and the one host synchronisation, that a compressed step adds.
+"""The size exchange: the one kind of small all-gather, and of host synchronisation, that a compressed step adds.
 
 Each rank contributes a vector of int64 of the same, fixed length, so that ranks that went different ways still meet
 in one collective and find out:
 
     version | step counter | hash of decisions | damaged blocks | place of the first | payload bytes by own segment |
     counts of the probe
+
+At most NUM_TICKETS exchanges are under way; their results are taken in the order in which they were started.
 """
 
 from collections.abc import Sequence
@@ -14,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ciera.param_gather.errors import REMEDY, ParamGatherError
-from megatron_ciera.param_gather.lanes import HostCopy, Lane
+from megatron_ciera.param_gather.lanes import HostCopy, Lanes
 from megatron_ciera.param_gather.ledger import Ledger
 
-VERSION = 1
+VERSION = 2
+NUM_TICKETS = 2
 HEADER = ("version", "step", "decisions", "damaged", "place")
 _PLACE_SHIFT = 32
 _NOWHERE = 2**62
@@ -33,89 +36,115 @@ class Damage:
     block: int
 
 
+class Ticket:
+    """One exchange's vectors and its way to the host; used again for later exchanges."""
+
+    def __init__(self, size: int, length: int, device: torch.device):
+        self.outgoing = torch.zeros(length, dtype=torch.int64, device=device)
+        self.incoming = torch.empty(size * length, dtype=torch.int64, device=device)
+        self.header = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.copy = HostCopy(device)
+        self.work = None
+
+    @property
+    def under_way(self) -> bool:
+        return self.work is not None
+
+
 class Exchange:
-    """Exchanges sizes on a process group of its own, so that an earlier gather may still be on the wire."""
+    """Exchanges sizes on a process group of its own, so that an earlier gather may still be on the wire.
+
+    A step's exchanges are `open` … `start` in the encode lane, then `result`.
+    """
 
     def __init__(
-        self, group, num_slots: int, num_counts: int, device: torch.device, lane: Lane, ledger: Ledger
+        self, group, num_slots: int, num_counts: int, device: torch.device, lanes: Lanes, ledger: Ledger
     ):
         self._group = group
         self._size = dist.get_world_size(group)
-        self._lane = lane
+        self._lanes = lanes
         self._ledger = ledger
         self._num_slots = num_slots
         length = len(HEADER) + num_slots + num_counts
-        self._outgoing = torch.zeros(length, dtype=torch.int64, device=device)
-        self._incoming = torch.empty(self._size * self._outgoing.numel(), dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"
-        self._header = torch.zeros(3, dtype=torch.int64, pin_memory=pinned)
-        self._copy = HostCopy(device)
+        self._tickets = [Ticket(self._size, length, device) for _ in range(NUM_TICKETS)]
+        self._device = device
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
-        self._work = None
+        self._next = 0
 
-    def clear(self) -> None:
-        self._outgoing.zero_()
+    def open(self) -> Ticket:
+        """An empty vector, to be filled and started. The exchange before last must have been taken in."""
+        ticket = self._tickets[self._next]
+        if ticket.under_way:
+            raise RuntimeError(f"more than {NUM_TICKETS} exchanges under way; please report this")
+        self._next = (self._next + 1) % NUM_TICKETS
+        ticket.outgoing.zero_()
+        return ticket
 
-    @property
-    def counts(self) -> torch.Tensor:
-        """This rank's counts of the probe, int64 on the device, to be written between `clear` and `start`."""
-        return self._outgoing[len(HEADER) + self._num_slots :]
+    def counts(self, ticket: Ticket) -> torch.Tensor:
+        """This rank's counts of the probe, int64 on the device, to be written before `start`."""
+        return ticket.outgoing[len(HEADER) + self._num_slots :]
 
-    def fill(self, slots: Sequence[int], sizes: torch.Tensor) -> None:
-        """Puts payload sizes (int64 on the device) into these slots, between `clear` and `start`."""
+    def fill(self, ticket: Ticket, slots: Sequence[int], sizes: torch.Tensor) -> None:
+        """Puts payload sizes (int64 on the device) into these slots, before `start`."""
         key = tuple(slots)
         if key not in self._indices:
             self._indices[key] = torch.tensor(slots, device=sizes.device) + len(HEADER)
-        self._outgoing.index_copy_(0, self._indices[key], sizes)
+        ticket.outgoing.index_copy_(0, self._indices[key], sizes)
 
-    def start(self, step: int, decisions: int, flags: torch.Tensor) -> None:
-        """Sends this rank's vector. Call inside the lane; no host synchronisation.
+    def start(self, ticket: Ticket, step: int, decisions: int, flags: torch.Tensor | None) -> None:
+        """Sends this rank's vector. Call inside the encode lane; no host synchronisation.
 
         Args:
             step: optimizer steps so far.
             decisions: hash of what this rank is about to do.
-            flags: int32 `[rows, 2]` damage flags of everything decoded so far.
+            flags: int32 `[rows, 2]` damage flags, of which nothing is decoded into now; None: not told this time.
         """
-        self._header[:] = torch.tensor([VERSION, step, decisions])
-        self._outgoing[:3].copy_(self._header, non_blocking=True)
-        write_damage(self._outgoing[3:5], flags)
-        self._work = dist.all_gather_into_tensor(
-            self._incoming, self._outgoing, group=self._group, async_op=True
-        )
-        self._ledger.received("bytes_sent", self._size, 8 * self._outgoing.numel())
+        ticket.header[:] = torch.tensor([VERSION, step, decisions])
+        ticket.outgoing[:3].copy_(ticket.header, non_blocking=True)
+        if flags is not None:
+            write_damage(ticket.outgoing[3:5], flags)
+        lane = self._lanes.sizes
+        lane.after_compute()
+        with lane.enter():
+            ticket.work = dist.all_gather_into_tensor(
+                ticket.incoming, ticket.outgoing, group=self._group, async_op=True
+            )
+            if self._device.type == "cuda":
+                ticket.work.wait()
+                ticket.copy.start(ticket.incoming)
+        self._ledger.received("bytes_sent", self._size, 8 * ticket.outgoing.numel())
         self._ledger.add("exchanges", 1)
-        if self._incoming.device.type == "cuda":
-            self._work.wait()
-            self._copy.start(self._incoming)
 
-    def result(self, describe) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every rank's sizes and counts, int64 `[ranks, …]` on the host. NOTE: host synchronisation.
+    def result(self, ticket: Ticket, describe) -> tuple[list[list[int]], torch.Tensor]:
+        """Every rank's sizes by slot, and counts, int64 `[ranks, …]` on the host. NOTE: host synchronisation.
 
         `describe(rank, row)` puts a row of a rank's flags into words, for messages.
 
         Raises:
             ParamGatherError: on every rank alike, if counters, decisions or versions differ or blocks are damaged.
         """
-        if self._incoming.device.type == "cpu":
-            self._work.wait()
-            self._copy.start(self._incoming)
-        table = self._copy.result().view(self._size, -1)
-        self._work = None
-        _check_agreement(table)
-        check_damage(table[:, 3:5], describe)
+        if self._device.type == "cpu":
+            ticket.work.wait()
+            ticket.copy.start(ticket.incoming)
+        table = ticket.copy.result().view(self._size, -1)
+        ticket.work = None
         start = len(HEADER)
-        return table[:, start : start + self._num_slots], table[:, start + self._num_slots :]
+        rows = table[:, : start + self._num_slots].tolist()
+        _check_agreement(rows)
+        check_damage([row[3:5] for row in rows], describe)
+        return [row[start:] for row in rows], table[:, start + self._num_slots :]
 
     def check_damage(self, flags: torch.Tensor, describe) -> None:
         """Exchanges damage alone and raises on every rank if there is any. NOTE: host synchronisation."""
         mine = torch.empty(2, dtype=torch.int64, device=flags.device)
         everyone = torch.empty(2 * self._size, dtype=torch.int64, device=flags.device)
-        self._lane.after_compute()
-        with self._lane.enter():
+        lane = self._lanes.gather
+        lane.after_compute()
+        with lane.enter():
             write_damage(mine, flags)
             dist.all_gather_into_tensor(everyone, mine, group=self._group)
             self._ledger.received("bytes_sent", self._size, mine.nbytes)
-            table = everyone.view(self._size, 2).cpu()
+            table = everyone.view(self._size, 2).tolist()
         check_damage(table, describe)
 
 
@@ -130,9 +159,9 @@ def write_damage(out: torch.Tensor, flags: torch.Tensor) -> None:
     out[1] = torch.where(flags[:, 0] > 0, place, _NOWHERE).min()
 
 
-def _check_agreement(table: torch.Tensor) -> None:
+def _check_agreement(table: Sequence[Sequence[int]]) -> None:
     for column, what in enumerate(HEADER[:3]):
-        values = table[:, column].tolist()
+        values = [row[column] for row in table]
         if len(set(values)) > 1:
             raise ParamGatherError(
                 f"--ciera: ranks of one data-parallel group differ in {_NAMES[what]}: "
@@ -148,16 +177,16 @@ _NAMES = {
 }
 
 
-def check_damage(table: torch.Tensor, describe) -> None:
+def check_damage(table: Sequence[Sequence[int]], describe) -> None:
     """Raises ParamGatherError if any rank counted damaged blocks.
 
     Args:
-        table: int64 `[ranks, 2]` as `write_damage` made it.
+        table: two numbers a rank as `write_damage` made it.
         describe: puts a row of a rank's flags into words, from (rank, row).
     """
     damaged = [
         Damage(rank, blocks, place >> _PLACE_SHIFT, place & (2**_PLACE_SHIFT - 1))
-        for rank, (blocks, place) in enumerate(table.tolist())
+        for rank, (blocks, place) in enumerate(table)
         if blocks
     ]
     if damaged:

@@ -11,7 +11,7 @@ from megatron_ciera.flags import CieraConfig
 from megatron_ciera.param_gather import adapter
 from megatron_ciera.param_gather.build import Built, Shared, build_groups
 from megatron_ciera.param_gather.group import Round, Tuning
-from megatron_ciera.param_gather.lanes import Lane
+from megatron_ciera.param_gather.lanes import make_lanes
 from megatron_ciera.param_gather.ledger import FALLBACKS, Ledger
 from megatron_ciera.param_gather.transfer import Ring
 
@@ -64,10 +64,10 @@ class ParamGatherFeature(Feature):
 
     def optimizer_built(self, model_chunks: list, optimizer) -> None:
         device = self._found[0].device if self._found else torch.device("cpu")
-        lane = Lane(device, aside=self.config.ciera_overlap)
-        ring = Ring(self._tuning.num_slots, device, lane)
+        lanes = make_lanes(device, aside=self.config.ciera_overlap)
+        ring = Ring(self._tuning.num_slots, device, lanes.gather)
         self._shared = Shared(
-            self.config, self._tuning, device, lane, ring, self.ledger, Round(), self.run.log
+            self.config, self._tuning, device, lanes, ring, self.ledger, Round(), self.run.log
         )
         optimizers = list(adapter.find_optimizers(optimizer))
         compressed = [found for found in self._found if found.raw_reason is None]
@@ -150,7 +150,7 @@ class ParamGatherFeature(Feature):
 
     def _slowest(self, device: torch.device) -> dict[str, float]:
         """Times (ms a rank spent, GPU only) and memory (MB held), of the rank with the most."""
-        values = {f"{name}_ms": time for name, time in self._shared.lane.watch.take().items()}
+        values = {f"{name}_ms": time for name, time in self._shared.lanes.gather.watch.take().items()}
         held = [built.group.memory for built in self.built]
         values["state_mb"] = sum(memory["state"] for memory in held) / 2**20
         values["staging_mb"] = (

@@ -1,17 +1,16 @@
 """All buckets that one process group shares and one optimizer steps: when they are encoded, exchanged, gathered."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_ciera.param_gather.bucket import GatherBucket, aligned
+from megatron_ciera.param_gather.bucket import GatherBucket
 from megatron_ciera.param_gather.codec import as_words
 from megatron_ciera.param_gather.decider import Decider
 from megatron_ciera.param_gather.errors import REMEDY, ParamGatherError
 from megatron_ciera.param_gather.exchange import Exchange
-from megatron_ciera.param_gather.lanes import Lane
+from megatron_ciera.param_gather.lanes import Lanes
 from megatron_ciera.param_gather.ledger import Ledger
 from megatron_ciera.param_gather.selection import Decision
 from megatron_ciera.param_gather.transfer import (
@@ -21,20 +20,21 @@ from megatron_ciera.param_gather.transfer import (
     RawTransfer,
     Ring,
 )
+from megatron_ciera.param_gather.waves import Waves
 
 
 @dataclass(frozen=True)
 class Tuning:
     """Sizes that bound the staging memory; docs/param_gather.md states the sum.
 
-    piece_bytes: raw bytes of one piece over all ranks.
+    piece_bytes: raw bytes of one piece over all ranks, at most.
     num_slots: pieces in flight or undecoded.
-    wave_buckets: buckets' worth of own payloads that are encoded ahead.
+    wave_pieces: pieces' worth of own payloads that are encoded together, at most.
     """
 
     piece_bytes: int = 128 << 20
     num_slots: int = 2
-    wave_buckets: int = 2
+    wave_pieces: int = 2
 
 
 @dataclass
@@ -64,7 +64,7 @@ class ShardGroup:
         buckets: Sequence[GatherBucket],
         exchange: Exchange,
         ring: Ring,
-        lane: Lane,
+        lanes: Lanes,
         ledger: Ledger,
         warmup_steps: int,
         tuning: Tuning,
@@ -72,20 +72,27 @@ class ShardGroup:
         decider: Decider | None = None,
     ):
         self.name, self.buckets, self.ledger = name, list(buckets), ledger
-        self._group, self._exchange, self._ring, self._lane = group, exchange, ring, lane
+        self._group, self._exchange, self._ring = group, exchange, ring
+        self._lanes, self._lane = lanes, lanes.gather
         self._size = torch.distributed.get_world_size(group)
         self._rank = torch.distributed.get_rank(group)
         self._warmup_steps = max(1, warmup_steps)
-        self._tuning, self._round, self._decider = tuning, round_, decider
+        self._round, self._decider = round_, decider
         self._decided: set[str] = set()  # buckets that have the latest decision
         self._announced = False
         self.steps = 0
         self.verify = False  # gather coded buckets raw as well, and compare
-        self._wave: list[GatherBucket] = []
-        self._exchanged = True
-        self._measured = False
-        self._arena = torch.empty(0, dtype=torch.uint8, device=buckets[0].values.device)
         self._flags = _join_flags(self.buckets)
+        self._waves = Waves(
+            self.buckets,
+            exchange,
+            lanes,
+            tuning.wave_pieces,
+            decider,
+            self._is_codable,
+            self._take_counts,
+            self.place,
+        )
 
     @property
     def warming_up(self) -> bool:
@@ -100,20 +107,19 @@ class ShardGroup:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes held on this rank: codec states, and staging for outgoing payloads."""
-        return {"state": sum(b.state_bytes for b in self.buckets), "staging": self._arena.numel()}
+        return {"state": sum(b.state_bytes for b in self.buckets), "staging": self._waves.num_bytes}
 
     def stepped(self) -> None:
         """The optimizer is about to write new values into the own shards."""
-        self._agree()
-        self._lane.release_parameters()
+        self._waves.agree()
+        self._lanes.release_parameters()
         self.steps += 1
         if self._decider is not None:
             self._decider.before_step(self.steps)
         self._round.steps = max(self._round.steps, self.steps)
         for bucket in self.buckets:
-            bucket.stepped = bucket.pending = True
-            bucket.encoded = False
-        self._wave = []
+            bucket.step()
+        self._waves.step(self.steps, self._flags)
 
     def forget(self) -> None:
         """Words were changed outside the optimizer: the next gathers are raw."""
@@ -121,16 +127,16 @@ class ShardGroup:
             bucket.forget()
 
     def encode_ahead(self) -> None:
-        """Encodes as many pending buckets as staging allows and sends their sizes, beside what runs now."""
-        first = next((bucket for bucket in self.buckets if self._is_codable(bucket)), None)
-        if first is not None or self._probing:
-            self._encode_wave(first)
+        """Encodes what is gathered first and sends its sizes, beside what runs now."""
+        if self._probing or any(self._is_codable(bucket) for bucket in self.buckets):
+            self._waves.start_step()
 
     def gather(self, bucket: GatherBucket) -> GatherHandle | Nothing:
         """Starts the gather of `bucket`; returns what has to be waited for. Never waits for payloads on a GPU.
 
         Raises:
-            ParamGatherError: on all ranks of the group, before anything is sent, if ranks differ or data is damaged.
+            ParamGatherError: on all ranks of the group, before a payload of the wave is sent, if ranks differ or data
+                is damaged.
         """
         # Chained optimizers gather everything after each one's step: what is still to be stepped waits for its own.
         if not bucket.pending or self.steps < self._round.steps:
@@ -142,17 +148,15 @@ class ShardGroup:
             return self._plain(bucket)
         self._lane.after_compute()
         coded = self._is_codable(bucket)
-        if (coded and not bucket.encoded) or self._probing:
-            self._encode_wave(bucket if coded else None)
-        if coded or self.warming_up:
-            self._agree()
-        if coded:
-            coded = bucket.payload_bytes < bucket.shard_bytes
-            if not coded:
-                self._fallback("incompressible")
-        elif bucket.compressible and not self.warming_up:
-            self._fallback("invalidated")
-        bucket.pending = bucket.stepped = bucket.encoded = False
+        if self._probing:
+            self._waves.start_step()
+        if self.warming_up:
+            self._waves.agree()
+        if not coded:
+            if bucket.compressible and not self.warming_up:
+                self._fallback("invalidated")
+            bucket.waiting.clear()
+        bucket.pending, bucket.stepped, bucket.sending = False, False, True
         return self._coded(bucket) if coded else self._raw(bucket)
 
     def _stays_plain(self, bucket: GatherBucket) -> bool:
@@ -182,79 +186,14 @@ class ShardGroup:
         if self._rank == 0:
             self.ledger.add(f"raw_fallbacks/{reason}", 1)
 
-    def _encode_wave(self, first: GatherBucket | None) -> None:
-        """Encodes `first` and the next buckets of the order that are due and fit, then starts the exchange.
-
-        None: nothing is due, and the exchange carries the probe alone.
-        """
-        self._agree()
-        for bucket in self._wave:
-            bucket.encoded = False  # if its turn has passed ungathered: encoded again with the next wave
-        limit = self._tuning.wave_buckets * max(b.words.nbytes for b in self.buckets)
-        self._wave, total = [], 0
-        for bucket in [first, *(b for b in self.buckets if b is not first)] if first else []:
-            need = self._payload_bound(bucket)
-            if self._is_codable(bucket) and (not self._wave or total + need <= limit):
-                self._wave.append(bucket)
-                total += need
-        self._lane.after_compute()
-        with self._lane.enter():
-            begin = self._lane.watch.begin()
-            self._encode(total)
-            self._lane.watch.end("encode", begin)
-            self._exchange.start(self.steps, self._decisions(), self._flags)
-        self._exchanged = False
-
-    def _encode(self, total: int) -> None:
-        if self._arena.numel() < total:
-            self._arena = torch.empty(total, dtype=torch.uint8, device=self._arena.device)
-        self._exchange.clear()
-        if self._probing:
-            self._decider.write(self._exchange.counts)
-            self._measured = True
-        offset, by_codec = 0, {}
-        codecs = self.buckets[0].codecs
-        for bucket in self._wave:
-            for own in bucket.to_encode():
-                bound = aligned(bucket.codecs[own.codec].bound(own.words.numel()))
-                own.payload = self._arena[offset : offset + bound]
-                offset += bound
-                by_codec.setdefault(own.codec, []).append(own)
-            bucket.encoded = True
-        for codec, segments in by_codec.items():
-            sizes = torch.zeros(len(segments), dtype=torch.int64, device=self._arena.device)
-            codecs[codec].encode_many(
-                [own.words for own in segments],
-                [own.state for own in segments],
-                [own.payload for own in segments],
-                sizes,
-            )
-            self._exchange.fill([own.slot for own in segments], sizes)
-
-    def _payload_bound(self, bucket: GatherBucket) -> int:
-        return sum(aligned(bucket.codecs[own.codec].bound(own.words.numel())) for own in bucket.to_encode())
-
-    def _decisions(self) -> int:
-        """A hash of what is about to be gathered and how; equal on all ranks of the group."""
-        text = b"".join(bucket.name.encode() + bucket.digest for bucket in self._wave)
-        return int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-
-    def _agree(self) -> None:
-        """Takes in the exchange of the current wave, once. NOTE: device-to-host synchronisation."""
-        if self._exchanged:
-            return
-        self._exchanged = True
-        sizes, counts = self._exchange.result(self.place)
-        for bucket in self._wave:
-            bucket.agree(sizes)
-        if self._measured:
-            self._measured = False
-            if self._decider.take(counts, self.warming_up):
-                self._decided.clear()
-                self._announced = False
-            if self.steps >= self._warmup_steps and not self._announced:
-                self._announced = True
-                self._decider.announce()
+    def _take_counts(self, counts: torch.Tensor) -> None:
+        """Decides, from the counts of the probe of all ranks."""
+        if self._decider.take(counts, self.warming_up):
+            self._decided.clear()
+            self._announced = False
+        if self.steps >= self._warmup_steps and not self._announced:
+            self._announced = True
+            self._decider.announce()
 
     def place(self, reader: int, row: int) -> str:
         """In words, the bucket and segment of row `row` of the damage flags of rank `reader` of the group."""
@@ -284,6 +223,10 @@ class ShardGroup:
             self._adopt(bucket)
 
     def _gathered_coded(self, bucket: GatherBucket) -> None:
+        raw = [sizes.raw for sizes in bucket.sizes]
+        self.ledger.add("raw_gathers" if all(raw) else "coded_gathers", 1)
+        if any(raw):
+            self._fallback("incompressible")
         if self.verify:
             verify_bucket(bucket, self._group, self.ledger)
         self._adopt(bucket)
@@ -296,23 +239,30 @@ class ShardGroup:
         bucket.adopt()
 
     def _coded(self, bucket: GatherBucket) -> GatherHandle:
-        transfers = []
-        for index, sizes in enumerate(bucket.sizes):
-            self.ledger.received("bytes_sent", self._size, sizes.padded)
-            self.ledger.received("bytes_payload_mean", self._size, sizes.mean)
-            transfers.append(
-                PayloadTransfer(
-                    self._lane,
-                    self._ring,
-                    self._group,
-                    sizes.padded,
-                    lambda region, index=index: bucket.pack(index, region),
-                    lambda received, index=index: bucket.unpack(index, received),
-                )
+        transfers = [
+            PayloadTransfer(
+                self._lane,
+                self._ring,
+                self._group,
+                lambda piece=piece: self._prepare(bucket, piece),
+                lambda region, piece=piece: self._pack(bucket, piece, region),
+                lambda received, piece=piece: bucket.unpack(piece, received),
             )
-        self.ledger.add("coded_gathers", 1)
+            for piece in range(len(bucket.pieces))
+        ]
         window = self._ring.num_slots if self._lane.aside or self._lane.device.type == "cpu" else 1
         return GatherHandle(self._lane, transfers, window, lambda: self._gathered_coded(bucket))
+
+    def _prepare(self, bucket: GatherBucket, piece: int) -> int:
+        self._waves.need(bucket, piece)
+        sizes = bucket.sizes[piece]
+        self.ledger.received("bytes_sent", self._size, sizes.padded)
+        self.ledger.received("bytes_payload_mean", self._size, sizes.mean)
+        return sizes.padded
+
+    def _pack(self, bucket: GatherBucket, piece: int, region: torch.Tensor) -> None:
+        bucket.pack(piece, region)
+        self._waves.packed(bucket, piece)
 
 
 def verify_bucket(bucket: GatherBucket, group, ledger: Ledger) -> None:

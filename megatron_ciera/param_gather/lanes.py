@@ -1,6 +1,7 @@
-"""Where codec work runs: a side stream on a GPU, the calling thread on CPU."""
+"""Where codec work runs: side streams on a GPU, the calling thread on CPU."""
 
 import contextlib
+from dataclasses import dataclass
 
 import torch
 
@@ -8,13 +9,15 @@ import torch
 class Lane:
     """One stream of work beside the compute stream. On CPU, and with `aside=False`, there is only the caller.
 
-    Nothing here waits on the host.
+    Nothing here waits on the host. `priority`: of the stream, lower is more urgent, 0 is what NCCL's streams have.
     """
 
-    def __init__(self, device: torch.device, aside: bool = True):
+    def __init__(self, device: torch.device, aside: bool = True, priority: int = -1, watch=None):
         self.device = device
-        self.watch = Stopwatch(device)
-        self._stream = torch.cuda.Stream(device, priority=-1) if aside and device.type == "cuda" else None
+        self.watch = watch or Stopwatch(device)
+        self._stream = (
+            torch.cuda.Stream(device, priority=priority) if aside and device.type == "cuda" else None
+        )
 
     @property
     def aside(self) -> bool:
@@ -37,6 +40,31 @@ class Lane:
     def mark(self) -> "Mark":
         """The point that this lane has reached; `Mark.hold_compute` makes the current stream wait for it."""
         return Mark(self._stream)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of a rank.
+
+    gather: packing, waiting for the wire, decoding, states.
+    encode: encoding.
+    sizes: the exchange of sizes and its copy to the host, so that the next encoding waits for neither.
+    """
+
+    gather: Lane
+    encode: Lane
+    sizes: Lane
+
+    def release_parameters(self) -> None:
+        """Makes the caller's current stream wait for all that reads or writes parameters."""
+        self.gather.release_parameters()
+        self.encode.release_parameters()
+
+
+def make_lanes(device: torch.device, aside: bool = True) -> Lanes:
+    """Encoding is the least urgent: it must not keep NCCL's kernels from starting."""
+    gather = Lane(device, aside)
+    return Lanes(gather, Lane(device, aside, 0, gather.watch), Lane(device, aside, -1, gather.watch))
 
 
 class Stopwatch:

@@ -13,6 +13,9 @@ MIN_SEGMENT = (
     4096  # shorter runs of a class join their neighbour: a header each would cost more than it saves
 )
 
+# Pieces start at multiples of one of these: whole hash blocks, or what kernels need to read vectors.
+_UNITS = (4096, 64, 1)
+
 CLASSES = ("expert", "attention", "router", "norm", "embedding", "mlp", "other")
 
 # The first pattern that matches decides. `linear_fc1.layer_norm_weight` is a norm fused into a linear layer.
@@ -83,14 +86,34 @@ def cut_bucket(
     shard = num_values // group_size
     kinds = _fill(sorted(runs, key=lambda run: run.start), num_values)
     pieces = []
-    for start in range(0, shard, piece_values):
-        length = min(piece_values, shard - start)
+    start = 0
+    for length in piece_lengths(shard, piece_values):
         segments = tuple(
             tuple(_segments(kinds, bucket, owner, owner * shard, start, length))
             for owner in range(group_size)
         )
         pieces.append(Piece(start, length, segments))
+        start += length
     return tuple(pieces)
+
+
+def piece_lengths(shard: int, piece_values: int) -> list[int]:
+    """Cuts `shard` values into pieces of at most `piece_values`, equal but for the first and the last.
+
+    Those are half as long: nothing hides the encoding of the first piece and the decoding of the last.
+    """
+    if shard <= piece_values:
+        return [shard] if shard else []
+    unit = next(unit for unit in _UNITS if 16 * unit <= piece_values or unit == 1)
+    count = -(-shard // piece_values)
+    lengths = _cut(shard, count, unit)
+    return lengths if max(lengths) <= piece_values else _cut(shard, count + 1, unit)
+
+
+def _cut(shard: int, count: int, unit: int) -> list[int]:
+    """`count` - 1 equal lengths between two halves, all ends but the last at multiples of `unit`."""
+    ends = [(2 * index + 1) * shard // (2 * count) // unit * unit for index in range(count)] + [shard]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _fill(runs: Sequence[Run], num_values: int) -> list[Run]:

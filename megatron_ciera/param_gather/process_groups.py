@@ -15,5 +15,12 @@ def make_own_groups(groups: Iterable) -> dict[tuple[int, ...], object]:
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sorted(mine))
     wanted = sorted({ranks for named in everyone for ranks in named})
-    made = {ranks: dist.new_group(list(ranks)) for ranks in wanted}
+    made = {ranks: dist.new_group(list(ranks), pg_options=_urgent()) for ranks in wanted}
     return {ranks: made[ranks] for ranks in mine}
+
+
+def _urgent():
+    """Options for NCCL: a few bytes that everyone waits for go before large kernels that are queued already."""
+    if dist.get_backend() != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -69,11 +69,13 @@ class Costs:
     def coded_time(self, codec: str, values: int, payload: float, ranks: int, num_pieces: int) -> float:
         """Seconds for a piece of `values` a rank in payloads of `payload` bytes: encode, wire, decode.
 
-        With overlap, a piece is decoded while the next is on the wire; the last one's decoding stays exposed.
+        With overlap, while a piece is on the wire the next is encoded and the last decoded, one after the other on
+        the same processors; encoding the first and decoding the last stay exposed.
         """
-        wire, decode = self.comm(payload), self.decode[codec](values * (ranks - 1))
-        hidden = min(wire, decode) * (1 - 1 / num_pieces) if self.overlap else 0.0
-        return self.encode[codec](values) + wire + decode - hidden
+        wire = self.comm(payload)
+        work = self.encode[codec](values) + self.decode[codec](values * (ranks - 1))
+        hidden = min(wire, work) * (1 - 1 / num_pieces) if self.overlap else 0.0
+        return wire + work - hidden
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,12 @@ class RawTransfer(Transfer):
 
 
 class PayloadTransfer(Transfer):
-    """One piece's payloads, all padded to `num_bytes`, through a slot of the ring.
+    """One piece's payloads, all padded to the same number of bytes, through a slot of the ring.
 
     Args:
-        pack: writes this rank's payload into its region of the buffer (uint8, at most `num_bytes`).
-        unpack: given the buffer as `[ranks, num_bytes]`, applies the other ranks' payloads.
+        prepare: called first, by the caller's stream; returns the padded bytes, which all ranks must know by then.
+        pack: writes this rank's payload into its region of the buffer (uint8, at most the padded bytes).
+        unpack: given the buffer as `[ranks, padded bytes]`, applies the other ranks' payloads.
     """
 
     def __init__(
@@ -102,14 +103,19 @@ class PayloadTransfer(Transfer):
         lane: Lane,
         ring: Ring,
         group,
-        num_bytes: int,
+        prepare: Callable[[], int],
         pack: Callable[[torch.Tensor], None],
         unpack: Callable[[torch.Tensor], None],
     ):
         super().__init__(lane)
-        self._ring, self._group, self._num_bytes = ring, group, num_bytes
+        self._ring, self._group, self._prepare = ring, group, prepare
         self._pack, self._unpack = pack, unpack
+        self._num_bytes = 0
         self._buffer: torch.Tensor | None = None
+
+    def launch(self) -> None:
+        self._num_bytes = self._prepare()
+        super().launch()
 
     def _start(self):
         size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)

@@ -13,12 +13,12 @@ from megatron_ciera.param_gather.codec import make_codec
 from megatron_ciera.param_gather.decider import Decider, Policy
 from megatron_ciera.param_gather.exchange import Exchange
 from megatron_ciera.param_gather.group import Round, ShardGroup, Tuning
-from megatron_ciera.param_gather.lanes import Lane
+from megatron_ciera.param_gather.lanes import make_lanes
 from megatron_ciera.param_gather.layout import Run
 from megatron_ciera.param_gather.ledger import Ledger
 from megatron_ciera.param_gather.transfer import Ring
 
-SMALL = Tuning(piece_bytes=1 << 14, num_slots=2, wave_buckets=2)
+SMALL = Tuning(piece_bytes=1 << 14, num_slots=2, wave_pieces=2)
 
 
 def run_world(size: int, body: Callable, *args) -> list:
@@ -63,8 +63,8 @@ class Model:
         device = torch.device("cpu")
         self.expected = [torch.randn(n, generator=self.random).mul_(0.02).to(dtype) for n in sizes]
         self.values = [values.clone() for values in self.expected]
-        self.ledger, lane = Ledger(), Lane(device)
-        ring = Ring(tuning.num_slots, device, lane)
+        self.ledger, lanes = Ledger(), make_lanes(device)
+        ring = Ring(tuning.num_slots, device, lanes.gather)
         codecs = {name: make_codec(name, "auto", dtype, block_size) for name in ("delta", "exponent-reuse")}
         choose = codec if callable(codec) else lambda segment: codec
         buckets, slots = [], 0
@@ -87,9 +87,9 @@ class Model:
         self.log: list[str] = []
         decider = Decider("test", buckets, codecs, policy, None, self.log.append) if policy else None
         counts = decider.num_counts if decider else 0
-        exchange = Exchange(dist.new_group(ranks), slots, counts, device, lane, self.ledger)
+        exchange = Exchange(dist.new_group(ranks), slots, counts, device, lanes, self.ledger)
         self.group = ShardGroup(
-            "test", group, buckets, exchange, ring, lane, self.ledger, warmup, tuning, Round(), decider
+            "test", group, buckets, exchange, ring, lanes, self.ledger, warmup, tuning, Round(), decider
         )
 
     def step(self, learning_rate: float = 3e-4) -> None:
