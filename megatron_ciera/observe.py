@@ -2,7 +2,8 @@
 
 Switched on by MEGATRON_CIERA_OBSERVE=FOLDER, for stock runs too (scripts/loss_compare.py, scripts/quickstart.py).
 Files: `iterations.jsonl`, written by the last rank, one object per iteration with float values as Python prints
-them (exact for float32); `parameters_rank<R>.json`, SHA-256 of each parameter's bytes on each rank.
+them (exact for float32); `parameters_rank<R>.json`, SHA-256 of each parameter's bytes on each rank; on GPUs
+`memory_rank<R>.json`, the most bytes that PyTorch's allocator had given out at once.
 """
 
 import hashlib
@@ -59,6 +60,9 @@ class Observer:
             for name, parameter in chunk.named_parameters():
                 digests[f"{index}.{name}"] = digest(parameter)
         (self.path / f"parameters_rank{rank}.json").write_text(json.dumps(digests, indent=1))
+        if torch.cuda.is_available():
+            peak = {"max_memory_allocated": torch.cuda.max_memory_allocated()}
+            (self.path / f"memory_rank{rank}.json").write_text(json.dumps(peak))
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -75,6 +79,12 @@ def read_iterations(path: Path) -> list[dict]:
 def metric(record: dict, name: str) -> float:
     """A count of one record, with what came after it if it is the last; 0 if it was not reported."""
     return record["metrics"].get(name, 0.0) + record.get("tail", {}).get(name, 0.0)
+
+
+def read_peak_memory(path: Path) -> int | None:
+    """Bytes of the rank with the highest peak of allocated memory; None for a run without GPUs."""
+    found = [json.loads(file.read_text())["max_memory_allocated"] for file in path.glob("memory_rank*.json")]
+    return max(found, default=None)
 
 
 def read_parameters(path: Path) -> dict[str, dict[str, str]]:

@@ -4,8 +4,9 @@
 
 parity: training of a small model, stock against stock and then against --ciera, bit for bit, in deterministic mode.
 bench:  scripts/bench_param_gather.py on each emulated link, on the deltas as they are and thinned.
-steps:  iteration times of a MoE model with and without --ciera, per link and precision of the gradients, and the
-        paper's ablation. A table comes last; FOLDER/report.json has everything, FOLDER/*.log what was printed.
+steps:  iteration times and peak memory of a MoE model with and without --ciera, per link: gradients in fp32 and bf16,
+        overlap, and the paper's ablation.
+A table comes last; FOLDER/report.json has everything, FOLDER/*.log what was printed.
 """
 
 import _path  # noqa: F401, I001
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from bench_param_gather import LINKS
 from megatron_ciera.comparison import compare
+from megatron_ciera.observe import read_peak_memory
 
 SCRIPT = str(Path(__file__).resolve().parent / "pretrain_gpt.py")
 LOCAL = (
@@ -46,6 +48,22 @@ MODEL = (
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather".split()
 CIERA = "--ciera --ciera-warmup-iters 4".split()
 REUSE = [*CIERA, "--ciera-codec", "exponent-reuse"]
+BF16 = ["--grad-reduce-in-bf16"]
+# The runs of `steps`. Those of BASIC are made on every link, the others on the last one that is named.
+BASIC = ("plain", "auto")
+STEPS = {
+    "plain": [],
+    "auto": CIERA,
+    "plain, bf16 gradients": BF16,
+    "auto, bf16 gradients": [*CIERA, *BF16],
+    "plain, overlap": OVERLAP,
+    "auto, overlap": [*CIERA, *OVERLAP],
+    "plain, overlap, bf16 gradients": [*OVERLAP, *BF16],
+    "auto, overlap, bf16 gradients": [*CIERA, *OVERLAP, *BF16],
+    "ER": [*REUSE, "--ciera-no-selection", "--ciera-no-overlap"],
+    "ER +BSC": [*REUSE, "--ciera-no-overlap"],
+    "ER +BSC +CCP": REUSE,
+}
 
 
 def train(folder: Path, gpus: int, flags: list[str], environment: dict, timeout: int) -> dict:
@@ -124,40 +142,45 @@ def bench(options, folder: Path) -> dict:
 
 
 def steps(options, folder: Path) -> dict:
-    """Iteration times, medians after the warm-up."""
-    bf16 = ["--grad-reduce-in-bf16"]
-    plans = []
-    for link in reversed(options.links):
-        plans += [(link, "plain", []), (link, "auto", CIERA)]
-    slow = options.links[-1]
-    plans += [
-        (slow, "plain, bf16 gradients", bf16),
-        (slow, "auto, bf16 gradients", [*CIERA, *bf16]),
-        (slow, "plain, overlap", OVERLAP),
-        (slow, "auto, overlap", [*CIERA, *OVERLAP]),
-        (slow, "ER", [*REUSE, "--ciera-no-selection", "--ciera-no-overlap"]),
-        (slow, "ER +BSC", [*REUSE, "--ciera-no-overlap"]),
-        (slow, "ER +BSC +CCP", REUSE),
+    """Iteration times, medians after the warm-up, and memory."""
+    wanted = options.only or STEPS
+    plans = [
+        (link, name)
+        for link in options.links
+        for name in wanted
+        if options.only or name in BASIC or link == options.links[-1]
     ]
     results: dict = {}
-    for link, name, flags in plans:
-        if options.only and name not in options.only:
-            continue
+    for link, name in plans:
         if time.time() > options.deadline:
             results.setdefault(link, {})[name] = {"exit": "not run: out of time"}
             continue
         place = folder / f"{link}_{name}".replace(" ", "_").replace(",", "")
         count = ["--train-iters", str(options.step_iterations)]
         size = ["--num-layers", str(options.step_layers)]
-        found = train(place, options.gpus, [*MODEL, *size, *count, *flags], LINKS[link], 150)
+        found = train(place, options.gpus, [*MODEL, *size, *count, *STEPS[name]], LINKS[link], 150)
         seconds = found["seconds"][options.step_iterations // 2 :]
         found["seconds"] = statistics.median(seconds) if seconds else None
+        found["peak_bytes"] = read_peak_memory(place)
         records = place / "iterations.jsonl"
         if records.exists():
             last = json.loads(records.read_text().splitlines()[-1])
             found["metrics"], found["losses"] = last["metrics"], last["losses"]
         results.setdefault(link, {})[name] = found
+    for runs in results.values():
+        _add_extra_memory(runs)
     return results
+
+
+def _add_extra_memory(runs: dict) -> None:
+    """To each run with --ciera, `extra_bytes`: its peak over that of the same run without; `stated_bytes`: states and
+    staging as it reports them."""
+    for name, found in runs.items():
+        plain = runs.get(name.replace("auto", "plain") if "auto" in name else "plain", {})
+        metrics = found.get("metrics", {})
+        if "ciera/state_mb" in metrics and found.get("peak_bytes") and plain.get("peak_bytes"):
+            found["extra_bytes"] = found["peak_bytes"] - plain["peak_bytes"]
+            found["stated_bytes"] = 2**20 * (metrics["ciera/state_mb"] + metrics["ciera/staging_mb"])
 
 
 def table(report: dict) -> list[str]:
@@ -186,9 +209,14 @@ def table(report: dict) -> list[str]:
             lines.append(
                 f"steps   {link:<7} {name:<24} exit {found['exit']}  {found.get('seconds')} s  gather "
                 f"{times.get('params-all-gather')} grads {times.get('all-grads-sync')} ms "
-                f"ratio {found.get('metrics', {}).get('ciera/ratio', '-')}"
+                f"ratio {found.get('metrics', {}).get('ciera/ratio', '-')} peak {_mb(found.get('peak_bytes'))} "
+                f"extra {_mb(found.get('extra_bytes'))} of stated {_mb(found.get('stated_bytes'))} MB"
             )
     return lines
+
+
+def _mb(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:.0f}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -204,7 +232,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parity-timeout", type=int, default=240)
     parser.add_argument("--step-iterations", type=int, default=14)
     parser.add_argument("--step-layers", type=int, default=8)
-    parser.add_argument("--only", nargs="+", default=None, help="of the runs of `steps`, these")
+    parser.add_argument(
+        "--only", nargs="+", choices=STEPS, default=None, help="of the runs of `steps`, these"
+    )
     parser.add_argument("--modes", nargs="+", default=None, help="of the benchmark's modes, these")
     parser.add_argument("--num-values", type=int, default=1 << 28)
     parser.add_argument("--repeats", type=int, default=20)
