@@ -1,10 +1,15 @@
-"""Times the deduplicating dispatcher against stock on recorded routing: see megatron_ciera/moe/benchmark.py."""
+"""Times the deduplicating dispatcher against stock, on recorded routing or, with --training, in a training run.
+
+See megatron_ciera/moe/benchmark.py and training_benchmark.py.
+"""
 
 import sys
 
 import _path  # noqa: F401
 
-from megatron_ciera.moe.benchmark import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if "--training" in sys.argv:
+        from megatron_ciera.moe.training_benchmark import main
+    else:
+        from megatron_ciera.moe.benchmark import main
+    sys.exit(main(sys.argv[1:]))

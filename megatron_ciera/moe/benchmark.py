@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -175,18 +176,7 @@ def _measure(options, tokens: np.ndarray, name: str) -> dict:
             f"--tokens {options.tokens}: the trace has {tokens.shape[1]} tokens, {world} ranks need "
             f"{options.skip_tokens + world * options.tokens}. Use fewer tokens or a smaller --skip-tokens."
         )
-    inputs = {
-        placement: [
-            replay.make_inputs(
-                replay.routing_map(unseen[layer], maps[layer], device),
-                options.hidden_size,
-                torch.bfloat16,
-                10 * rank + layer,
-            )
-            for layer in range(len(tokens))
-        ]
-        for placement, maps in (("contiguous", contiguous), ("correlated", fitted))
-    }
+    inputs = _inputs(options, unseen, {"contiguous": contiguous, "correlated": fitted}, device)
     errors = _parity(options, dispatchers, inputs["correlated"][0])
     result = {
         "trace": options.trace,
@@ -214,6 +204,20 @@ def _measure(options, tokens: np.ndarray, name: str) -> dict:
         )
     ]
     return result
+
+
+def _inputs(options, tokens: np.ndarray, maps: dict, device) -> dict[str, list[replay.Inputs]]:
+    """Placement -> one micro-batch a layer; the same tokens under every placement."""
+    made = {placement: [] for placement in maps}
+    for layer, selected in enumerate(tokens):
+        shared = None
+        for placement, by_layer in maps.items():
+            routing_map = replay.routing_map(selected, by_layer[layer], device)
+            if shared is None:
+                seed = 10 * dist.get_rank() + layer
+                shared = replay.make_inputs(routing_map, options.hidden_size, torch.bfloat16, seed)
+            made[placement].append(replace(shared, routing_map=routing_map))
+    return made
 
 
 def _parity(options, dispatchers: dict, inputs: replay.Inputs) -> dict[str, dict[str, float]]:
@@ -295,8 +299,8 @@ def _volume(options, dispatcher, inputs: list) -> dict[str, float]:
     dedup = isinstance(dispatcher, DedupTokenDispatcher)
     rows = remote = bytes_sent = 0
     for chosen in inputs:
-        by_rank, by_expert = plan.count(chosen.routing_map, world)
-        assignments = by_expert.view(world, -1).sum(1)
+        counted = plan.count(chosen.routing_map, world).table
+        by_rank, assignments = counted[:, 0], counted[:, -1]
         sent = by_rank if dedup else assignments
         elsewhere = torch.arange(world, device=sent.device) != rank
         tag = plan.tag_dtype(options.num_experts // world).itemsize if dedup else 0

@@ -1,5 +1,6 @@
 """What dispatch sends, counted on the device during training forwards and summed when it is logged."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,60 +12,65 @@ NUM_COLUMNS = 7
 
 @dataclass
 class LayerCounter:
-    """Rows and assignments that this rank sent to each expert-parallel rank since the last reading.
+    """What this rank sent in one layer since the last reading.
 
-    rows: [EP], assignments: [E] by slot, int64; hops, with relays: [4] int64, rows and then assignments that left
-    this rank inside its node and to other nodes. On the device, so that counting never waits.
+    table: [EP, n + 2] int64 as plan.Counts has it; hops, with relays: [4] int64, rows and then assignments that
+    left this rank inside its node and to other nodes. On the device, so that counting never waits.
     """
 
-    rows: torch.Tensor
-    assignments: torch.Tensor
+    table: torch.Tensor
     hops: torch.Tensor | None = None
     tokens: int = 0
 
     @classmethod
     def zeros(cls, num_ranks: int, num_experts: int, device, relays: bool = False) -> "LayerCounter":
-        sizes = (num_ranks, num_experts, 4)
-        rows, assignments, hops = (torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
-        return cls(rows, assignments, hops if relays else None)
+        table = torch.zeros((num_ranks, num_experts // num_ranks + 2), dtype=torch.int64, device=device)
+        return cls(table, torch.zeros(4, dtype=torch.int64, device=device) if relays else None)
 
-    def add(self, rows: torch.Tensor, expert_assignments: torch.Tensor, tokens: int) -> None:
-        """[EP] rows for each rank, [E] assignments for each slot. No host synchronisation."""
-        self.rows += rows
-        self.assignments += expert_assignments
+    def add(self, table: torch.Tensor, tokens: int) -> None:
+        """Counts of one forward pass. One launch, no host synchronisation."""
+        self.table += table
         self.tokens += tokens
 
-    def add_hop(
-        self, rows: torch.Tensor, expert_assignments: torch.Tensor, my_place: int, inside: bool
-    ) -> None:
-        """One hop of two: [ranks] rows and [E] assignments over the hop's group, where this rank is `my_place`."""
-        assignments = expert_assignments.view(len(rows), -1).sum(1)
-        first = 0 if inside else 1
-        self.hops[first] += rows.sum() - rows[my_place]
-        self.hops[first + 2] += assignments.sum() - assignments[my_place]
-
-    def summary(self, my_rank: int, same_node: torch.Tensor) -> torch.Tensor:
-        """[NUM_COLUMNS + EP] int64: the columns above, then assignments per rank. Host sync: none.
-
-        same_node: [EP] bool, expert-parallel ranks on this rank's node, itself included.
-        """
-        intra = same_node.clone()
-        intra[my_rank] = False
-        assignments = self.assignments.view(len(self.rows), -1).sum(1)
-        columns = [self.rows.sum(), assignments.sum(), assignments.new_tensor(self.tokens)]
-        if self.hops is not None:
-            columns += self.hops.unbind()
-        else:
-            for values in (self.rows, assignments):
-                columns += [(values * intra).sum(), (values * ~same_node).sum()]
-        return torch.cat([torch.stack(columns), assignments])
+    def add_hop(self, table: torch.Tensor, my_place: int, inside: bool) -> None:
+        """One hop of two: the counts over the hop's group, where this rank is `my_place`."""
+        sent = table[:, :: table.shape[1] - 1]
+        self.hops[0 if inside else 1 :: 2] += sent.sum(0) - sent[my_place]
 
     def reset(self) -> None:
         """Starts the next interval."""
         self.tokens = 0
-        for values in (self.rows, self.assignments, self.hops):
-            if values is not None:
-                values.zero_()
+        self.table.zero_()
+        if self.hops is not None:
+            self.hops.zero_()
+
+
+def summaries(counters: Sequence[LayerCounter | None], my_rank: int, same_node: torch.Tensor) -> torch.Tensor:
+    """[layers, NUM_COLUMNS + EP] int64: the columns above, then assignments per rank; 0 for layers of others.
+
+    same_node: [EP] bool, expert-parallel ranks on this rank's node, itself included. A few copies to the device,
+    nothing is awaited.
+    """
+    result = torch.zeros(
+        (len(counters), NUM_COLUMNS + len(same_node)), dtype=torch.int64, device=same_node.device
+    )
+    mine = [place for place, counter in enumerate(counters) if counter is not None]
+    if not mine:
+        return result
+    here = [counters[place] for place in mine]
+    tables = torch.stack([counter.table for counter in here])
+    rows, assignments = tables[:, :, 0], tables[:, :, -1]
+    intra = same_node.clone()
+    intra[my_rank] = False
+    if here[0].hops is not None:
+        hops = torch.stack([counter.hops for counter in here])
+    else:
+        parts = [(values * link).sum(1) for values in (rows, assignments) for link in (intra, ~same_node)]
+        hops = torch.stack(parts, dim=1)
+    tokens = torch.tensor([[counter.tokens] for counter in here], device=result.device)
+    totals = [rows.sum(1, keepdim=True), assignments.sum(1, keepdim=True), tokens]
+    result[mine] = torch.cat([*totals, hops, assignments], dim=1)
+    return result
 
 
 def metrics(layers: torch.Tensor, volume: "Volume | None") -> dict[str, float]:

@@ -15,7 +15,7 @@ from megatron_ciera.feature import Feature
 from megatron_ciera.flags import CieraConfig
 from megatron_ciera.moe import stored
 from megatron_ciera.moe.agreement import agree
-from megatron_ciera.moe.counters import NUM_COLUMNS, Volume, metrics
+from megatron_ciera.moe.counters import Volume, metrics, summaries
 from megatron_ciera.moe.fit_process import FitAnswer, FitRequest
 from megatron_ciera.moe.groups import make_expert_group
 from megatron_ciera.moe.layer import attach_counter, attach_dispatcher, attach_placement
@@ -109,7 +109,8 @@ class MoEFeature(Feature):
 
     def metrics(self) -> dict[str, float]:
         """See counters.metrics. Collective over all ranks; one host synchronisation."""
-        columns = torch.stack([self._summary(layer_id) for layer_id in self._layer_ids])
+        counters = [self._counters.get(layer_id) for layer_id in self._layer_ids]
+        columns = summaries(counters, self._ep_rank, self._same_node)
         dist.all_reduce(columns)
         for counter in self._counters.values():
             counter.reset()
@@ -318,12 +319,6 @@ class MoEFeature(Feature):
             self._model.moe_router_topk, self._ep_size, self._ranks_per_node, self._fit_info
         )
         self.run.publish(stored.KEY, document)
-
-    def _summary(self, layer_id) -> torch.Tensor:
-        counter = self._counters.get(layer_id)
-        if counter is not None:
-            return counter.summary(self._ep_rank, self._same_node)
-        return torch.zeros_like(self._same_node, dtype=torch.int64).new_zeros(NUM_COLUMNS + self._ep_size)
 
 
 def _gather_parameters(model_chunks: list) -> None:

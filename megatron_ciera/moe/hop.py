@@ -14,13 +14,12 @@ from megatron_ciera.moe.rows import expand, pick, reduce
 class HopState:
     """What a hop must remember until its rows come back. Splits are on the host, the rest on the device.
 
-    rows: [ranks] distinct (token, rank) pairs of this rank, assignments: [E] by expert, both on the device for
-    counting. tokens_per_expert: [n] int64 on the host, over all sources.
+    counts: [ranks, n + 2] as plan.Counts has it, on the device for metrics. tokens_per_expert: [n] int64 on the
+    host, over all sources.
     """
 
     send: planning.SendPlan
-    rows: torch.Tensor
-    assignments: torch.Tensor
+    counts: torch.Tensor
     rows_sent: list[int]
     rows_received: list[int]
     assignments_sent: list[int]
@@ -45,27 +44,25 @@ class Hop:
 
         NOTE: one device-to-host sync, awaited behind the launches of the plan.
         """
-        hits = planning.hits_of(routing_map, self.size)
-        rows, assignments = planning.count(routing_map, self.size, hits)
-        mine = torch.cat([rows.view(-1, 1), assignments.view(self.size, -1)], dim=1)
-        everyone = mine.new_empty((self.size * self.size, mine.shape[1]))
-        dist.all_gather_into_tensor(everyone, mine, group=self.group)
-        for_me = everyone.view(self.size, self.size, -1)[:, self.group.rank()]
-        sizes = torch.stack([mine, for_me]).to("cpu", non_blocking=True)
+        counts = planning.count(routing_map, self.size)
+        everyone = counts.table.new_empty((self.size * self.size, counts.table.shape[1]))
+        dist.all_gather_into_tensor(everyone, counts.table, group=self.group)
+        sizes = everyone.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event()
-        send = planning.plan_send(routing_map, self.size, self.topk, hits)
+        send = planning.plan_send(routing_map, self.size, self.topk, counts)
         copied.synchronize()
-        sent, received = sizes
-        rows_sent, assignments_sent = sent[:, 0].tolist(), sent[:, 1:].sum(1).tolist()
+        # In numpy: on the host a torch operation costs many times as much.
+        sizes, me = sizes.numpy().reshape(self.size, self.size, -1), self.group.rank()
+        sent, received = sizes[me], sizes[:, me]
+        rows_sent, assignments_sent = sent[:, 0].tolist(), sent[:, -1].tolist()
         return HopState(
             send=send.cut_to(sum(rows_sent), sum(assignments_sent)),
-            rows=rows,
-            assignments=assignments,
+            counts=counts.table,
             rows_sent=rows_sent,
             rows_received=received[:, 0].tolist(),
             assignments_sent=assignments_sent,
-            assignments_received=received[:, 1:].sum(1).tolist(),
-            tokens_per_expert=received[:, 1:].sum(0),
+            assignments_received=received[:, -1].tolist(),
+            tokens_per_expert=torch.from_numpy(received[:, 1:-1].sum(0)),
         )
 
     def copy_out(self, state: HopState, tokens: torch.Tensor) -> torch.Tensor:

@@ -65,14 +65,14 @@ def attach_counter(layer: MoELayer) -> LayerCounter:
 
     def on_route(routing_map):
         if counts():
-            counter.add(*plan.count(routing_map, dispatcher.ep_size), len(routing_map))
+            counter.add(plan.count(routing_map, dispatcher.ep_size).table, len(routing_map))
 
     def on_hop(state, inside):
         if counts() and relays:
             group = dispatcher.inside.group if inside else dispatcher.first.group
-            counter.add_hop(state.rows, state.assignments, group.rank(), inside)
+            counter.add_hop(state.counts, group.rank(), inside)
         elif counts():
-            counter.add(state.rows, state.assignments, len(state.send.rows_of_token))
+            counter.add(state.counts, len(state.send.rows_of_token))
 
     if isinstance(dispatcher, DedupTokenDispatcher):
         dispatcher.on_hop = on_hop
@@ -93,11 +93,11 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, mapping):
-        # The map changes in place between steps: backward needs the order that forward used.
-        ctx.save_for_backward(torch.argsort(mapping))
+        # Autograd would complain if the map changed before backward: it changes between steps only.
+        ctx.save_for_backward(mapping)
         return x.index_select(1, mapping)
 
     @staticmethod
     def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(1, inverse), None
+        (mapping,) = ctx.saved_tensors
+        return torch.empty_like(grad).index_copy_(1, mapping, grad), None

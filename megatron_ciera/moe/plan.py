@@ -2,10 +2,10 @@
 
 Legend: T tokens of this rank, E experts (slots), EP expert-parallel ranks, n = E / EP experts on each.
 A *row* is a distinct (token, rank) pair; an *assignment* is a selected (token, expert) pair. Rows are ordered by
-(rank, token), assignments by (rank, token, expert): each rank's share is one contiguous slice of either.
+(rank, token), assignments by (rank, token, expert): each rank's share is one contiguous slice of either. Torch
+here, kernels on a GPU (plan_kernels.py), plain loops in reference.py: all three give the same integers.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -52,47 +52,68 @@ class ReceivePlan:
     places_of_row: torch.Tensor
 
 
-def hits_of(routing_map: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """[T, E] bool -> [T, EP] bool: which ranks hold one of the token's experts."""
-    return routing_map.unflatten(1, (num_ranks, routing_map.shape[1] // num_ranks)).any(2)
+@dataclass(frozen=True)
+class Counts:
+    """What a routing map sends where, before it is planned.
+
+    table: [EP, n + 2] int64: rows for the rank, assignments for each of its experts, assignments in all.
+    hits: [T, EP] bool, which ranks hold one of a token's experts; columns: the kernels' counts of earlier blocks.
+    One of the two is set: what `plan_send` goes on from.
+    """
+
+    table: torch.Tensor
+    hits: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
 
 
-def count(
-    routing_map: torch.Tensor, num_ranks: int, hits: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, E] bool -> ([EP] rows for each rank, [E] assignments for each expert), int64. No host sync."""
-    hits = hits_of(routing_map, num_ranks) if hits is None else hits
-    return hits.sum(0), routing_map.sum(0)
+def count(routing_map: torch.Tensor, num_ranks: int) -> Counts:
+    """Counts a [T, E] bool map. No host synchronisation; two launches on a GPU."""
+    if routing_map.is_cuda:
+        from megatron_ciera.moe import plan_kernels
+
+        table, columns = plan_kernels.count(routing_map, num_ranks)
+        return Counts(table, columns=columns)
+    by_rank = routing_map.unflatten(1, (num_ranks, routing_map.shape[1] // num_ranks))
+    hits, of_expert = by_rank.any(2), by_rank.sum(0)
+    table = torch.cat([hits.sum(0)[:, None], of_expert, of_expert.sum(1, keepdim=True)], dim=1)
+    return Counts(table, hits=hits)
 
 
-def plan_send(
-    routing_map: torch.Tensor, num_ranks: int, topk: int, hits: torch.Tensor | None = None
-) -> SendPlan:
+def plan_send(routing_map: torch.Tensor, num_ranks: int, topk: int, counts: Counts | None = None) -> SendPlan:
     """Plans what this rank sends. Cut the result to the totals of `count` once the host knows them.
 
     Args:
         routing_map: [T, E] bool by slot, at most `topk` set in a row of it.
-        hits: `hits_of` the map, where it is known already.
+        counts: `count` of the map, where it is known already.
 
     No host synchronisation: positions come from running sums, room is made for topk experts a token. Values
-    behind the totals are arbitrary. Few launches: each costs the host more than the device.
+    behind the totals are arbitrary. One launch on a GPU: each costs the host more than the device.
     """
     tokens, experts = routing_map.shape
-    rows, assignments = tokens * min(topk, num_ranks), tokens * topk
-    hits = hits_of(routing_map, num_ranks) if hits is None else hits
-    fixed = _constants(tokens, experts, num_ranks, routing_map.device)
-    number_of_hit = _numbers(hits.T)
-    token_of_row = _place(number_of_hit, fixed.token, rows)
-    row_of_hit = number_of_hit.view(num_ranks, tokens).T - 1
-    if topk < num_ranks:
-        row_of_hit = compact_columns(hits, row_of_hit, topk)
+    places = min(topk, num_ranks)
+    rows, assignments = tokens * places, tokens * topk
+    counts = count(routing_map, num_ranks) if counts is None else counts
+    local = experts // num_ranks
+    if counts.columns is not None:
+        from megatron_ciera.moe import plan_kernels
 
-    by_rank = routing_map.unflatten(1, (num_ranks, experts // num_ranks)).transpose(0, 1)
+        made = plan_kernels.plan_send(
+            routing_map, counts.table, counts.columns, places, rows, assignments, tag_dtype(local)
+        )
+        return SendPlan(*made)
+    number_of_hit = _numbers(counts.hits.T)
+    tokens_by_rank = torch.arange(tokens, device=routing_map.device).repeat(num_ranks)
+    token_of_row = _place(number_of_hit, tokens_by_rank, rows)
+    rows_of_token = number_of_hit.view(num_ranks, tokens).T - 1
+    if topk < num_ranks:
+        rows_of_token = compact_columns(counts.hits, rows_of_token, topk)
+
+    by_rank = routing_map.unflatten(1, (num_ranks, local)).transpose(0, 1)
+    entries = torch.arange(tokens * experts, device=routing_map.device).view(tokens, num_ranks, local)
     number = _numbers(by_rank)
-    entry_of_assignment = _place(number, fixed.entry, assignments)
-    first = (by_rank.cumsum(-1) == 1) & by_rank
-    tags = _place(number, torch.where(first, fixed.first_tag, fixed.tag).reshape(-1), assignments)
-    return SendPlan(token_of_row, row_of_hit.contiguous(), entry_of_assignment, tags)
+    entry_of_assignment = _place(number, entries.transpose(0, 1).reshape(-1), assignments)
+    tags = _place(number, _tags(by_rank).reshape(-1), assignments)
+    return SendPlan(token_of_row, rows_of_token.contiguous(), entry_of_assignment, tags)
 
 
 def plan_receive(tags: torch.Tensor, topk: int, num_local_experts: int, rows: int) -> ReceivePlan:
@@ -101,8 +122,13 @@ def plan_receive(tags: torch.Tensor, topk: int, num_local_experts: int, rows: in
     Args:
         tags: [assignments] in arrival order: by source rank, then as the source ordered them.
 
-    No host synchronisation.
+    No host synchronisation; three launches on a GPU.
     """
+    width = min(topk, num_local_experts)
+    if tags.is_cuda:
+        from megatron_ciera.moe import plan_kernels
+
+        return ReceivePlan(*plan_kernels.plan_receive(tags, width, num_local_experts, rows))
     expert, first = split_tags(tags)
     row_of_assignment = first.cumsum(0) - 1
     assignment_of_place = torch.sort(expert, stable=True).indices
@@ -110,7 +136,6 @@ def plan_receive(tags: torch.Tensor, topk: int, num_local_experts: int, rows: in
     place_of_assignment = torch.empty_like(assignments)
     place_of_assignment[assignment_of_place] = assignments
     first_of_row = _place((row_of_assignment + 1) * first, assignments, rows)
-    width = min(topk, num_local_experts)
     places_of_row = torch.full((rows, width), -1, dtype=torch.int64, device=tags.device)
     column = assignments - first_of_row[row_of_assignment]
     places_of_row[row_of_assignment, column] = place_of_assignment
@@ -136,26 +161,12 @@ def compact_columns(mask: torch.Tensor, values: torch.Tensor, width: int) -> tor
     return table.scatter_(1, column, torch.where(mask, values, -1))[:, :width].contiguous()
 
 
-@dataclass(frozen=True)
-class _Constants:
-    """What does not depend on the routing. token: [EP * T]; entry: [EP * T * n]; tags: [n], of the tag's dtype."""
-
-    token: torch.Tensor
-    entry: torch.Tensor
-    tag: torch.Tensor
-    first_tag: torch.Tensor
-
-
-@functools.lru_cache(maxsize=4)
-def _constants(tokens: int, experts: int, num_ranks: int, device: torch.device) -> _Constants:
-    # Kept for the last few shapes: 8 bytes for each (token, expert), and launches saved in every layer.
-    local = experts // num_ranks
-    token = torch.arange(tokens, device=device).repeat(num_ranks)
-    entry = torch.arange(tokens * experts, device=device).view(tokens, num_ranks, local)
-    dtype = tag_dtype(local)
-    tag = torch.arange(local, device=device, dtype=dtype)
-    top_bit = 0x80 if dtype == torch.uint8 else -0x8000
-    return _Constants(token, entry.transpose(0, 1).reshape(-1), tag, tag | top_bit)
+def _tags(by_rank: torch.Tensor) -> torch.Tensor:
+    """[EP, T, n] bool -> the tag of each entry, as if it were set."""
+    dtype = tag_dtype(by_rank.shape[-1])
+    number = torch.arange(by_rank.shape[-1], device=by_rank.device, dtype=dtype).expand(by_rank.shape)
+    first = (by_rank.cumsum(-1) == 1) & by_rank
+    return torch.where(first, number | (0x80 if dtype == torch.uint8 else -0x8000), number)
 
 
 def _numbers(mask: torch.Tensor) -> torch.Tensor:

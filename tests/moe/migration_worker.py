@@ -1,10 +1,12 @@
 """Experts moved there and back with their optimizer state, on four processes (EP 2, expert data parallel 2).
 
-torchrun … migration_worker.py OUT: rank 0 writes OUT/results.json = {case: {check: bool or text}}.
+On two GPUs: two processes, EP 2. torchrun … migration_worker.py OUT: rank 0 writes OUT/results.json =
+{case: {check: bool or text}}.
 """
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,8 +14,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from megatron_ciera import cpu  # noqa: E402
 
-cpu.install()
-cpu.install_megatron_patches()
+if cpu.is_needed():
+    cpu.install()
+    cpu.install_megatron_patches()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -81,6 +84,7 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         hidden = torch.randn(24, 2, HIDDEN, generator=generator).bfloat16()
+        hidden = hidden.to(torch.cuda.current_device())
         model(hidden).float().pow(2).sum().backward()
         model.finish_grad_sync()
         optimizer.step()
@@ -125,7 +129,7 @@ def local_bits(model, optimizer):
 
 
 def digest(tensor):
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
@@ -178,7 +182,9 @@ def failure(placement, maps, optimizer):
 
 
 def main(out: Path) -> None:
-    dist.init_process_group("gloo")
+    if not cpu.is_needed():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if cpu.is_needed() else "nccl")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     results = {name: run(options) for name, options in CASES.items()}
     if dist.get_rank() == 0:

@@ -31,5 +31,6 @@ def routing_cases() -> dict[str, tuple[torch.Tensor, int, int]]:
         "nothing routed": (torch.zeros(9, 8, dtype=torch.bool), 2, 2),
         "one token": (random_map(1, 8, 2), 4, 2),
         "no tokens": (torch.zeros(0, 8, dtype=torch.bool), 2, 2),
+        "many blocks, three experts a rank": (random_map(301, 12, 3), 4, 3),
         "200 local experts": (random_map(40, 400, 6), 2, 6),
     }

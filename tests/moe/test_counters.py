@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ciera.moe import plan
-from megatron_ciera.moe.counters import LayerCounter, Volume, metrics
+from megatron_ciera.moe.counters import LayerCounter, Volume, metrics, summaries
 
 
 def counted(my_rank, nodes=(0, 0, 1, 1)):
@@ -13,8 +13,8 @@ def counted(my_rank, nodes=(0, 0, 1, 1)):
     for token, experts in enumerate([(0, 1), (0, 4), (6, 7)]):
         routing_map[token, list(experts)] = True
     counter = LayerCounter.zeros(4, 8, "cpu")
-    counter.add(*plan.count(routing_map, 4), 3)
-    return counter, counter.summary(my_rank, torch.tensor(nodes) == nodes[my_rank])
+    counter.add(plan.count(routing_map, 4).table, 3)
+    return counter, summaries([counter], my_rank, torch.tensor(nodes) == nodes[my_rank])[0]
 
 
 def test_summary():
@@ -31,7 +31,14 @@ def test_summary_of_a_rank_that_keeps_its_rows():
 def test_reset():
     counter, _ = counted(my_rank=0)
     counter.reset()
-    assert not counter.summary(0, torch.ones(4, dtype=torch.bool)).any()
+    assert not summaries([counter], 0, torch.ones(4, dtype=torch.bool)).any()
+
+
+def test_layers_of_other_stages_are_zero():
+    counter, summary = counted(my_rank=1)
+    found = summaries([None, counter, None], 1, torch.tensor([True, True, False, False]))
+    assert torch.equal(found[1], summary) and not found[[0, 2]].any()
+    assert not summaries([None], 1, torch.ones(4, dtype=torch.bool)).any()
 
 
 def test_deduplicated_volume():

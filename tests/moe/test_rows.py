@@ -12,8 +12,8 @@ CASES = routing_cases()
 
 def tables(name):
     routing_map, ranks, topk = CASES[name]
-    rows, assignments = plan.count(routing_map, ranks)
-    send = plan.plan_send(routing_map, ranks, topk).cut_to(int(rows.sum()), int(assignments.sum()))
+    table = plan.count(routing_map, ranks).table
+    send = plan.plan_send(routing_map, ranks, topk).cut_to(int(table[:, 0].sum()), int(table[:, -1].sum()))
     return send.token_of_row, send.rows_of_token
 
 
