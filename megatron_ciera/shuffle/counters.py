@@ -86,8 +86,8 @@ class Prices:
 def metrics(names: list[str], layers: torch.Tensor, prices: Prices) -> dict[str, float]:
     """Metrics of one interval from [layers, NUM_COLUMNS] sums over ranks. Empty when nothing was shuffled.
 
-    Shares are over the layers that were shuffled; bytes leave a rank in the forward pass. A layer that only went
-    back to canonical order counts among the bytes.
+    Shares are over the layers that were shuffled; bytes leave a rank in the forward pass. The layer that only goes
+    back to canonical order counts among the bytes; layers that did nothing are left out.
     """
     layers = layers.cpu()
     total = layers.sum(0)
@@ -102,6 +102,8 @@ def metrics(names: list[str], layers: torch.Tensor, prices: Prices) -> dict[str,
     for name, of in (("saved", prices.saved), ("added", lambda x: prices.residual(x) + prices.planning(x))):
         values[f"moe/shuffle_bytes_{name}"] = of(total)
     for name, counts in zip(names, layers, strict=True):
+        if not counts.any():
+            continue
         values[f"moe/shuffle_bytes_saved/{name}"] = prices.saved(counts)
         values[f"moe/shuffle_bytes_added/{name}"] = prices.residual(counts) + prices.planning(counts)
     return values

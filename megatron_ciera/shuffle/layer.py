@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ciera.shuffle.chunk import CANONICAL, ChunkShuffle
+from megatron_ciera.shuffle.layout import Layout
 from megatron_ciera.shuffle.rows import reorder
 
 EXCHANGE = "exchange"
@@ -34,6 +35,10 @@ class LayerHooks:
         layer.self_attn_bda = self._with_residual(layer.self_attn_bda)
         if isinstance(layer.mlp, MoELayer):
             layer.mlp.router.register_forward_hook(self._routed)
+
+    def layout(self) -> Layout | None:
+        """The layout of the layer's tokens behind its attention (None: canonical), for who must know it."""
+        return self._passage.leaves
 
     def _enter(self, layer, args, kwargs) -> None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]

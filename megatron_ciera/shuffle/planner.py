@@ -109,11 +109,11 @@ class Planner:
     def _solver(self, tables: ScoreTables | None, shape: Shape) -> Callable:
         key = (id(tables), shape)
         if key not in self._solvers:
-            self._solvers[key] = _Solver(tables, shape)
+            self._solvers[key] = Solver(tables, shape)
         return self._solvers[key]
 
 
-class _Solver:
+class Solver:
     """`solve` for one layer's tables and one shape: as it is the first time, then replayed as a graph on a GPU.
 
     Some two hundred small kernels would take the host longer to launch than the device to run.
