@@ -5,7 +5,8 @@ import torch
 
 from megatron_ciera.param_gather.bucket import RAW
 from megatron_ciera.param_gather.layout import Run
-from tests.param_gather.gather_world import Model, run_world
+from megatron_ciera.param_gather.waves import NUM_ARENAS
+from tests.param_gather.gather_world import SMALL, Model, run_world
 
 
 def _runs(count: int) -> list[Run]:
@@ -66,11 +67,20 @@ def _hot_step(rank):
     return results
 
 
-def test_hot_step_is_exact_and_falls_back_on_all_ranks_alike():
-    first, second = run_world(2, _hot_step)
-    assert all(exact for exact, *_ in first + second)
-    assert [coded for _, coded, _ in first] == [coded for _, coded, _ in second]
-    assert first[3][1] > 0 and first[1][1] > 0
+def _hot_piece(rank):
+    """One piece of one bucket cannot be compressed: it alone goes raw, on all ranks."""
+    model = Model(*_buckets(2), warmup=1)
+    for step in range(2):
+        model.step()
+        if step:
+            piece = model.group.buckets[0].pieces[1]
+            hot, random = model.expected[0].clone(), torch.Generator().manual_seed(7)
+            words = torch.randint(-(2**15), 2**15, (piece.length,), generator=random, dtype=torch.int16)
+            hot[piece.start : piece.start + piece.length] = words.view(torch.bfloat16)
+            model.set_next(0, hot)
+        model.gather()
+    counts = model.ledger.take(["coded_gathers", "raw_fallbacks/incompressible"])
+    return model.exact(), [sizes.raw for sizes in model.group.buckets[0].sizes], counts
 
 
 def _invalidated(rank):
@@ -93,7 +103,79 @@ def _invalidated(rank):
     return first, (model.exact(), *model.ledger.take(["raw_fallbacks/invalidated", "raw_gathers"]))
 
 
-def test_rewritten_weights_go_raw_once_after_they_were_declared():
-    for rank, (first, second) in enumerate(run_world(2, _invalidated)):
+def _forgotten_on_the_way(rank):
+    """Weights are declared to be rewritten between the start of a gather and its end."""
+    model = Model(*_buckets(2), warmup=1)
+    for _ in range(2):
+        model.step()
+        model.gather()
+    model.step()
+    handle = model.group.gather(model.group.buckets[0])
+    model.group.forget()
+    handle.wait()
+    known = model.group.buckets[0].base_known
+    model.gather()
+    return known, model.exact(), model.ledger.take(["raw_fallbacks/invalidated"])
+
+
+def _unexpected_order(rank):
+    """Buckets are gathered from the last to the first, all dispatched before any is waited for."""
+    model = Model(*_buckets(2), warmup=1)
+    results = []
+    for _ in range(3):
+        model.step()
+        model.group.encode_ahead()
+        handles = [model.group.gather(bucket) for bucket in reversed(model.group.buckets)]
+        for handle in handles:
+            handle.wait()
+        results.append((model.exact(), model.ledger.take(["exchanges"])[0]))
+    return results, model.group.memory["staging"], max(max(b.bounds) for b in model.group.buckets)
+
+
+def _scenarios(rank):
+    return {
+        "hot step": _hot_step(rank),
+        "hot piece": _hot_piece(rank),
+        "invalidated": _invalidated(rank),
+        "forgotten": _forgotten_on_the_way(rank),
+        "order": _unexpected_order(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def scenarios():
+    return run_world(2, _scenarios)
+
+
+def test_hot_step_is_exact_and_falls_back_on_all_ranks_alike(scenarios):
+    first, second = (found["hot step"] for found in scenarios)
+    assert all(exact for exact, *_ in first + second)
+    assert [coded for _, coded, _ in first] == [coded for _, coded, _ in second]
+    assert first[3][1] > 0 and first[1][1] > 0
+    assert first[2][2] == 3 and second[2][2] == 0, "counted once a bucket, by one rank"
+
+
+def test_piece_that_does_not_compress_goes_raw_alone(scenarios):
+    first, second = (found["hot piece"] for found in scenarios)
+    assert first[0] and second[0]
+    assert first[1] == second[1] and first[1][1] and not any(first[1][2:])
+    assert first[2] == [2, 2], "that bucket is coded in part; the bucket of 256 values is not"
+
+
+def test_rewritten_weights_go_raw_once_after_they_were_declared(scenarios):
+    for rank, (first, second) in enumerate(found["invalidated"] for found in scenarios):
         assert first == (True, 3 if rank == 0 else 0, 3)
         assert second == (True, 0, 1)  # the bucket of 256 values: a header costs more than it saves
+
+
+def test_gather_under_way_proves_nothing_about_rewritten_weights(scenarios):
+    for rank, (known, exact, fallbacks) in enumerate(found["forgotten"] for found in scenarios):
+        assert not known and exact
+        assert fallbacks == [3 if rank == 0 else 0]
+
+
+def test_waves_of_an_unexpected_order_are_encoded_again_and_staging_holds(scenarios):
+    for results, staging, largest in (found["order"] for found in scenarios):
+        assert all(exact for exact, _ in results)
+        assert results[0][1] == 0 and results[1][1] == results[2][1] > 0
+        assert staging <= NUM_ARENAS * SMALL.wave_pieces * largest

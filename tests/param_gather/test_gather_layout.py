@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ciera.param_gather.layout import MIN_SEGMENT, Run, cut_bucket, parameter_class
+from megatron_ciera.param_gather.layout import MIN_SEGMENT, Run, cut_bucket, parameter_class, piece_lengths
 
 RUNS = [
     Run(0, 20000, "expert"),
@@ -29,6 +29,17 @@ def test_every_value_is_in_one_segment(size, piece_values):
                     owner * total // size + segment.start + segment.length,
                 )
     assert sorted(covered) == list(range(total))
+
+
+def test_first_and_last_piece_are_half_as_long():
+    assert piece_lengths(1 << 27, 1 << 25) == [1 << 24, 1 << 25, 1 << 25, 1 << 25, 1 << 24]
+    assert piece_lengths(1 << 20, 1 << 20) == [1 << 20]
+    assert piece_lengths(0, 100) == []
+
+
+def test_pieces_start_where_kernels_read_vectors():
+    assert all(length % 64 == 0 for length in piece_lengths(64 * 1001, 7000)[:-1])
+    assert all(length % 4096 == 0 for length in piece_lengths(64 * 100001, 1 << 20)[:-1])
 
 
 def test_short_runs_join_their_neighbour():

@@ -6,7 +6,8 @@ import torch
 from megatron_ciera.param_gather import decider as decider_module
 from megatron_ciera.param_gather.bucket import RAW
 from megatron_ciera.param_gather.decider import Policy
-from megatron_ciera.param_gather.layout import Run, cut_bucket
+from megatron_ciera.param_gather.layout import Run, cut_bucket, piece_lengths
+from megatron_ciera.param_gather.pieces import choose_piece_values, wave_counts
 from megatron_ciera.param_gather.selection import (
     ClassStats,
     Costs,
@@ -49,6 +50,23 @@ def decide(measured, budgets=(None, None), select=True, overhead=0.0):
 def test_curve_reads_between_and_beyond_its_points():
     curve = Curve((100.0, 200.0, 400.0), (1.0, 2.0, 6.0))
     assert [curve(size) for size in (50, 100, 150, 300, 600)] == [1.0, 1.0, 1.5, 4.0, 10.0]
+
+
+def test_pieces_are_few_where_a_gather_takes_long_to_start_and_more_where_coding_does():
+    def pieces(latency: float, codec_gb_s: float) -> int:
+        link = Curve((1e4, 1e9), (latency, latency + 1e9 / 25e9))
+        codec = Curve((1e4, 1e9), (5e-5, 5e-5 + 2e9 / (codec_gb_s * 1e9)))
+        measured = Costs(link, dict.fromkeys(CODECS, codec), dict.fromkeys(CODECS, codec), 1e-4, True)
+        values = choose_piece_values(1 << 27, 1 << 27, 2, 2, "delta", measured, 2)
+        return len(piece_lengths(1 << 27, values))
+
+    assert pieces(1e-2, 1000) == 1
+    assert 3 <= pieces(1e-4, 1000) < pieces(2e-5, 100)
+
+
+@pytest.mark.parametrize("wave_pieces, wanted", [(1, [1, 1, 1, 1, 1]), (2, [1, 2, 2]), (4, [1, 2, 2])])
+def test_first_wave_is_one_piece(wave_pieces, wanted):
+    assert list(wave_counts(piece_lengths(1 << 27, 1 << 25), wave_pieces)) == wanted
 
 
 def test_gain_is_the_papers_formula():
