@@ -165,14 +165,15 @@ class _Player:
     def _launch(self, number: int, call: Collective, price: Cost, gather) -> str:
         key, after = f"{number}.{call.kind}", self.last
         stream = f"group {call.role}" if self._queued else key
-        if gather is not None and gather.coded:
-            self.ops.append(Op(f"{number}.encode", "codec", "encode", gather.encode, {}, after))
-            after = (f"{number}.encode",)
-        self.ops.append(Op(key, _kind(call), stream, price.seconds, price.traffic, after))
-        if gather is not None and gather.coded:
-            self.ops.append(Op(f"{number}.decode", "codec", "decode", gather.decode, {}, (key,)))
-            return f"{number}.decode"
-        return key
+        if gather is None or not gather.coded:
+            self.ops.append(Op(key, _kind(call), stream, price.seconds, price.traffic, after))
+            return key
+        for piece in range(gather.pieces):
+            sent, name = f"{key}.{piece}", f"{number}.{piece}"
+            self.ops.append(Op(f"{name}.encode", "codec", "encode", gather.encode, {}, after))
+            self.ops.append(Op(sent, _kind(call), stream, price.seconds, price.traffic, (f"{name}.encode",)))
+            self.ops.append(Op(f"{name}.decode", "codec", "decode", gather.decode, {}, (sent,)))
+        return f"{name}.decode"
 
 
 def _clamped(iteration: Iteration) -> dict[int, Collective]:

@@ -11,7 +11,7 @@ from megatron_ciera.cluster import Cluster
 from megatron_ciera.simulator import model
 from megatron_ciera.simulator.engine import Op
 from megatron_ciera.simulator.features import ChangeRates, Features, Routing
-from megatron_ciera.simulator.gather import Gather, plan_gather
+from megatron_ciera.simulator.gather import SIZE_BYTES, Gather, plan_gather
 from megatron_ciera.simulator.hardware import Hardware
 from megatron_ciera.simulator.job import Job
 from megatron_ciera.simulator.network import Cost, all_to_all, links, point_to_point, ring
@@ -131,38 +131,45 @@ class _Stage:
         }
 
     def _gather_all(self) -> None:
-        """Encodes and exchanges sizes; without overlap also gathers everything before the first layer."""
-        coded = [gather for gather in self.gathers.values() if gather.coded]
+        """Encodes, piece after piece; without overlap also gathers everything before the first layer."""
         self.ready: dict[str, str] = {}
-        self.exchanged: tuple[str, ...] = ()
-        if coded:
-            stream = "encode" if self.setting.features.overlap else "compute"
-            encoded = self._add("encode", "codec", stream, sum(gather.encode for gather in coded))
-            sizes = ring(self.setting.cluster, self.groups["data"], 64.0 * self.groups["data"].size)
-            self.exchanged = (
-                self._add("sizes", "param_gather", "sizes", sizes.seconds, sizes.traffic, (encoded,)),
-            )
+        self.exchanged: dict[str, str] = {}
+        stream = "encode" if self.setting.features.overlap else "compute"
+        for name, gather in self.gathers.items():
+            for piece in range(gather.pieces if gather.coded else 0):
+                encoded = self._add(f"encode.{name}.{piece}", "codec", stream, gather.encode)
+                sizes = self._sizes(gather)
+                self.exchanged[f"{name}.{piece}"] = self._add(
+                    f"sizes.{name}.{piece}", "param_gather", "sizes", sizes.seconds, sizes.traffic, (encoded,)
+                )
         if not self.job.overlap_param_gather:
             for name in self.gathers:
                 self._gather(name, ())
             for name in self.gathers:
                 self._await(name)
 
+    def _sizes(self, gather: Gather) -> Cost:
+        group = self.groups["data" if gather.kind == "dense" else "expert data"]
+        return ring(self.setting.cluster, group, SIZE_BYTES * group.size)
+
     def _gather(self, name: str, after: tuple[str, ...]) -> None:
         gather = self.gathers[name]
         if gather.cost == Cost():
             return
-        sent = self._add(
-            f"gather.{name}",
-            "param_gather",
-            f"gather {gather.kind}",
-            gather.cost.seconds,
-            gather.cost.traffic,
-            (*after, *(self.exchanged if gather.coded else ())),
-        )
-        self.ready[name] = sent
-        if gather.coded and self.setting.features.overlap:
-            self.ready[name] = self._add(f"decode.{name}", "codec", "decode", gather.decode, None, (sent,))
+        for piece in range(gather.pieces):
+            label = f"{name}.{piece}" if gather.coded else name
+            self.ready[name] = sent = self._add(
+                f"gather.{label}",
+                "param_gather",
+                f"gather {gather.kind}",
+                gather.cost.seconds,
+                gather.cost.traffic,
+                (*after, self.exchanged[label]) if gather.coded else after,
+            )
+            if gather.coded and self.setting.features.overlap:
+                self.ready[name] = self._add(
+                    f"decode.{label}", "codec", "decode", gather.decode, None, (sent,)
+                )
 
     def _await(self, name: str) -> None:
         """The critical chain waits for a bucket; without codec overlap it decodes it."""
@@ -170,7 +177,8 @@ class _Stage:
             return
         gather, ready = self.gathers[name], self.ready.pop(name)
         if gather.coded and not self.setting.features.overlap:
-            self._chain(f"decode.{name}", "codec", "compute", gather.decode, None, (ready,))
+            decode = gather.decode * gather.pieces
+            self._chain(f"decode.{name}", "codec", "compute", decode, None, (ready,))
         else:
             self._compute(f"ready.{name}", 0.0, (ready,))
 

@@ -52,7 +52,7 @@ def predict(
     cluster: Cluster,
     codec_gb_s: tuple[float, float] | None = None,
 ) -> Prediction:
-    """Plays `trace`, which the stock run `recorded` wrote, with the features of `run` on `cluster`, which has its links.
+    """Plays `trace`, which the stock run `recorded` wrote, with the features of `run` on its links, `cluster`.
 
     What a run of the feature itself must tell, the compression ratio and the rows removed, is taken from `run`. What
     `recorded` took beside the iteration that the trace shows (logging, data) is added as it was.

@@ -6,7 +6,7 @@ import pytest
 from replay_traces import CLUSTER, write
 
 from megatron_ciera.errors import ConfigurationError
-from megatron_ciera.simulator import cli
+from megatron_ciera.simulator import cli, gather
 from megatron_ciera.simulator.features import ChangeRates, parse_features
 from megatron_ciera.simulator.hardware import Hardware
 from megatron_ciera.simulator.replay import RECORDED, Target, replay, replay_as_recorded
@@ -52,10 +52,23 @@ def test_codec_by_hand(tmp_path):
     result = replay(read_trace(write(tmp_path)), target(parse_features("ciera+no-selection")))
     at = {span.op.key: (span.start, span.end) for span in result.spans}
     # 256 values, half of them ours: 1/4 s to encode, 64 bytes to receive, 1/2 s to decode.
-    assert at["2.encode"] == (4.0, 4.25)
-    assert at["2.all_gather"] == (4.25, 4.5)
-    assert at["2.decode"] == (4.5, 5.0)
+    assert at["2.0.encode"] == (4.0, 4.25)
+    assert at["2.all_gather.0"] == (4.25, 4.5)
+    assert at["2.0.decode"] == (4.5, 5.0)
     assert result.gather_ratio == 0.25
+
+
+def test_pieces_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(gather, "_LEAST_VALUES", 64)
+    result = replay(read_trace(write(tmp_path)), target(parse_features("ciera+no-selection")))
+    at = {span.op.key: (span.start, span.end) for span in result.spans}
+    # Two pieces of 64 own values: 1/8 s to encode, 1/8 s on the wire, 1/4 s to decode, each beside the others.
+    assert at["2.1.encode"] == (4.125, 4.25)
+    assert at["2.all_gather.0"] == (4.125, 4.25)
+    assert at["2.all_gather.1"] == (4.25, 4.375)
+    assert at["2.0.decode"] == (4.25, 4.5)
+    assert at["2.1.decode"] == (4.5, 4.75)
+    assert "2.2.encode" not in at
 
 
 def test_deduplication_sends_fewer_rows(tmp_path):

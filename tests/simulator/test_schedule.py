@@ -100,16 +100,17 @@ def test_three_layers_by_hand():
 
 def test_three_layers_compressed_by_hand():
     at, gathers = iteration(THREE_LAYERS, "ciera+no-selection")
-    # Half and a quarter of the bytes. Own shards: half of 880 dense and 768 expert values, encoded at 512 values/s.
-    assert at["encode"] == (0, (440 + 384) / 512)
-    start = 824 / 512
+    # Half and a quarter of the bytes. Own shards of layer 0: 168 dense and 128 expert values, 512 encoded a second.
+    assert at["encode.l0.dense.0"] == (0, 168 / 512)
+    assert at["encode.l0.expert.0"] == (168 / 512, 296 / 512)
     # Sizes: 64 bytes of each rank.
-    assert at["sizes"] == (start, start + 64 / 256)
-    start += 0.25
-    # 168 and 64 bytes share the NIC: 64 after 1/2 s, the other 104 alone. Decoding: half the values at 256 a second.
-    assert at["gather.l0.expert"] == (start, start + 0.5)
-    assert at["gather.l0.dense"] == (start, start + 0.5 + 104 / 256)
-    assert at["decode.l0.dense"] == (start + 0.90625, start + 0.90625 + 168 / 256)
+    assert at["sizes.l0.dense.0"] == (168 / 512, 296 / 512)
+    # 168 dense bytes share the NIC with 64 of sizes for 1/2 s, then with 64 expert bytes and 64 of sizes for 3/4 s,
+    # the other 40 with sizes. Decoding: half the values at 256 a second.
+    start = 296 / 512
+    assert at["gather.l0.expert.0"] == pytest.approx((start + 0.5, start + 1.25))
+    assert at["gather.l0.dense.0"] == pytest.approx((start, start + 1.25 + 0.3125))
+    assert at["decode.l0.dense.0"] == pytest.approx((start + 1.5625, start + 1.5625 + 168 / 256))
     assert [gather.ratio for gather in gathers] == [0.5, 0.25] * 3
 
 
