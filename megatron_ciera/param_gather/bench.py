@@ -46,14 +46,16 @@ def load_steps(files: list[str]) -> list[dict[str, np.ndarray]]:
     return steps
 
 
-def tile_shard(step: dict[str, np.ndarray], num_values: int, turn: int) -> np.ndarray:
-    """One rank's shard of `num_values`: every parameter repeated in one run, from another start on each rank."""
+def tile_shard(
+    step: dict[str, np.ndarray], num_values: int, turn: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """One rank's shard, int16 `[num_values]`: every parameter repeated in one run, each rank from another start."""
     total = sum(values.size for values in step.values())
-    parts = [
-        np.resize(np.roll(values, 64 * turn), end - start)
-        for values, (start, end) in zip(step.values(), _bounds(step, num_values, total), strict=True)
-    ]
-    return np.concatenate(parts)
+    parts = []
+    for values, (start, end) in zip(step.values(), _bounds(step, num_values, total), strict=True):
+        words = torch.from_numpy(values.view(np.int16)).to(device).roll(64 * turn)
+        parts.append(words.repeat(-(-(end - start) // words.numel()))[: end - start])
+    return torch.cat(parts)
 
 
 def shard_runs(step: dict[str, np.ndarray], num_values: int) -> list[Run]:
@@ -107,8 +109,8 @@ class Bench:
         self._position = 0
 
     def _tiled(self, step: dict[str, np.ndarray], shard: int) -> torch.Tensor:
-        words = np.concatenate([tile_shard(step, shard, rank) for rank in range(self.size)])
-        return torch.from_numpy(words.view(np.int16)).to(self.device).view(DTYPE)
+        shards = [tile_shard(step, shard, rank, self.device) for rank in range(self.size)]
+        return torch.cat(shards).view(DTYPE)
 
     def group(self, mode: str, coder: str, warmup: int, tuning: Tuning | None = None) -> ShardGroup:
         codec, select, overlap = MODES[mode]
