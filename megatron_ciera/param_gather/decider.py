@@ -20,6 +20,7 @@ from megatron_ciera.param_gather.selection import (
 )
 
 PROBE_INTERVAL = 32  # steps between two looks at the change rates, after the warm-up
+MARGIN = 0.05  # share of the raw gathers' time that coding must save: predictions are no better than that
 DRIFT = 0.1  # share by which a class's expected payload must move before anything is decided anew
 _NO_LIMIT = 2**62
 
@@ -112,7 +113,10 @@ class Decider:
             for name, codec in self._codecs.items()
             for segment in measured
         }
-        overhead = self._costs.exchange if self._costs else 0.0
+        overhead = 0.0
+        if self._costs:
+            raw = sum(self._costs.comm(piece.length * itemsize) for piece in self._pieces)
+            overhead = self._costs.exchange + MARGIN * raw
         return (
             choose(self._pieces, measured, state_bytes, budgets, self._policy.select, overhead),
             measured,
