@@ -4,6 +4,7 @@ Also the planner alone, against its twin, and a profile of one step that says wh
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -71,8 +72,9 @@ def main(argv: list[str] | None = None) -> int:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "link": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         "settings": {name: value for name, value in vars(options).items() if name not in ("json", "output")},
-        "planner": [_time_planner(options, tokens, ranks, device) for ranks in options.planner_ranks],
     }
+    with torch.cuda.stream(torch.cuda.Stream()):
+        result["planner"] = [_time_planner(options, tokens, ranks, device) for ranks in options.planner_ranks]
     result |= _time_steps(options, tokens, device)
     if dist.get_rank() == 0:
         text = json.dumps(result)
@@ -206,6 +208,8 @@ def _make(name: str, sizes, maps, tables, dtype, device):
     from megatron_ciera.shuffle.bench_model import build, shuffle
 
     placed, residual = VARIANTS[name]
+    # Hooks and modules refer to each other: the last variant is only freed by the collector.
+    gc.collect()
     model = build(sizes, dtype, device, maps if placed else None, dedup=placed)
     return model, shuffle(model, tables, maps, residual) if residual else None
 

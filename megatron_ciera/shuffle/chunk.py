@@ -60,11 +60,6 @@ class ChunkShuffle:
         self.expert_to_rank = [expert_to_rank.get(layer) for layer in range(len(self.is_moe))]
         self._jobs = plan_jobs(self.is_moe, [layer is not None for layer in self.tables])
 
-    @property
-    def shuffled(self) -> list[int]:
-        """Layers whose tokens are on predicted ranks."""
-        return [job.target for job in self._jobs.values() if job.evidence is not None]
-
     def forget_passages(self) -> None:
         """Between steps: passages whose backward pass never came (an aborted iteration)."""
         for kept in self._kept:
@@ -87,7 +82,7 @@ class ChunkShuffle:
         if recomputing():
             return
         job = self._jobs_now.get(layer)
-        if not (layer in self._evidence or layer in self._planned_now or job or self._records()):
+        if layer not in self._watched and job is None and self.recorder is None:
             return
         with self.planner.beside(routing_map), torch.no_grad():
             self._observe(layer, routing_map, columns, job)
@@ -100,8 +95,8 @@ class ChunkShuffle:
     def _start_pass(self) -> None:
         self._jobs_now = {} if self.paused else self._jobs
         jobs = [job for job in self._jobs_now.values() if job.evidence is not None]
-        self._evidence = {layer for job in jobs for layer in job.evidence}
-        self._planned_now = {job.target for job in jobs}
+        self._targets = {job.target for job in jobs}
+        self._watched = self._targets | {layer for job in jobs for layer in job.evidence}
         self._layout: Layout | None = None
         self._pending: tuple[int, Plan] | None = None
         self._experts: dict[int, torch.Tensor] = {}
@@ -118,11 +113,11 @@ class ChunkShuffle:
 
     def _observe(self, layer: int, routing_map: torch.Tensor, columns: int, job: Job | None) -> None:
         shape = Shape(len(routing_map) * self.group.size(), columns, self.group.size(), self.group.rank())
-        if layer in self._evidence or layer in self._planned_now or self._records():
+        if layer in self._watched or self.recorder is not None:
             self._experts[layer] = self.planner.canonical_experts(routing_map, self._layout)
-        if self._records():
+        if self.recorder is not None:
             self.recorder.add(layer, self._experts[layer])
-        if layer in self._planned_now:
+        if layer in self._targets:
             self._count(layer, shape)
         if job is not None:
             self._plan(job, shape)
@@ -146,9 +141,6 @@ class ChunkShuffle:
         if tables is not None:
             counter.add_spill(spilled, shape.num_tokens, shape.rank)
         self._pending = job.target, plan
-
-    def _records(self) -> bool:
-        return self.recorder is not None and self.recorder.wants()
 
 
 def recomputing() -> bool:

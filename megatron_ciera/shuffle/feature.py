@@ -40,6 +40,7 @@ class ShuffleFeature(Feature):
         self._tables: dict[int, LayerTables] = {}
         self._trial_ends = None
         self._since_install = None
+        self._last_iteration = 0
 
     def model_built(self, model_chunks: list) -> None:
         """Attaches to every decoder layer; tables of a placement file are read and compared over ranks."""
@@ -79,7 +80,7 @@ class ShuffleFeature(Feature):
     def invalidate(self, expert_only: bool = False) -> None:
         """Experts have moved: tables name ranks, so they end with the placement they were fitted for."""
         if expert_only and self._run_fit is not None:
-            self._run_fit.cancel()
+            self._run_fit.restart(self._last_iteration)
             self._install({}, self._last_iteration)
 
     def finished(self) -> None:

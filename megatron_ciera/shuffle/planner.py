@@ -48,6 +48,8 @@ class Planner:
     def __init__(self, group: dist.ProcessGroup, topk: int):
         self.group, self.topk = group, topk
         self.stream = torch.cuda.Stream()
+        # Graphs replay one after another and their results are copied out: they share what they compute in.
+        self._pool = torch.cuda.graph_pool_handle() if dist.get_backend(group) == "nccl" else None
         self._solvers: dict[tuple, Callable] = {}
         self._timings: list[tuple] = []
 
@@ -109,18 +111,19 @@ class Planner:
     def _solver(self, tables: ScoreTables | None, shape: Shape) -> Callable:
         key = (id(tables), shape)
         if key not in self._solvers:
-            self._solvers[key] = Solver(tables, shape)
+            self._solvers[key] = Solver(tables, shape, self._pool)
         return self._solvers[key]
 
 
 class Solver:
     """`solve` for one layer's tables and one shape: as it is the first time, then replayed as a graph on a GPU.
 
-    Some two hundred small kernels would take the host longer to launch than the device to run.
+    Some two hundred small kernels would take the host longer to launch than the device to run. On a GPU it is
+    called on a stream other than the default one.
     """
 
-    def __init__(self, tables: ScoreTables | None, shape: Shape):
-        self.tables, self.shape = tables, shape
+    def __init__(self, tables: ScoreTables | None, shape: Shape, pool=None):
+        self.tables, self.shape, self._pool = tables, shape, pool
         self._calls = 0
         self._graph = self._inputs = self._output = None
 
@@ -142,6 +145,6 @@ class Solver:
         previous, before = evidence or (None, None)
         self._graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog and data loaders use CUDA in threads of their own.
-        self._graph.capture_begin(capture_error_mode="thread_local")
+        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._output = solve(self.tables, previous, before, Layout(token_at, place_of), self.shape)
         self._graph.capture_end()

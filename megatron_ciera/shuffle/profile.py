@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-
 # Only the planner selects largest values.
 _MARK = "TopK"
 

@@ -13,16 +13,10 @@ from megatron_ciera.shuffle.groups import ShuffleGroups
 from placement.prediction import LayerTables
 
 
-def table_schedule(config: CieraConfig) -> FitSchedule:
-    """Tables are fitted when a placement would be; behind the placement's own fit where there is one."""
-    schedule = FitSchedule(config.placement_fit_iteration, config.placement_refit_interval)
-    if not config.correlated_placement:
-        return schedule
-    return FitSchedule(schedule.first + schedule.lag + 1, schedule.interval)
-
-
 class RunFit:
     """One fit at a time, of each stage's layers on the first rank of the stage, in a process of its own.
+
+    When a placement would be fitted, and again whenever experts have moved.
 
     numbers: global layer numbers of each chunk. sizes: (experts, ranks).
     """
@@ -36,7 +30,7 @@ class RunFit:
         sizes: tuple[int, int],
         log: Callable[[str], None],
     ):
-        self.schedule = table_schedule(config)
+        self.schedule = FitSchedule(config.placement_fit_iteration, config.placement_refit_interval)
         self.fit_tokens = config.placement_fit_tokens
         self.chunks, self.numbers, self.groups, self.sizes, self.log = chunks, numbers, groups, sizes, log
         self.started_at, self.was_fitted = 0, False
@@ -65,6 +59,11 @@ class RunFit:
         if self._recorded_at is None or iteration < self._recorded_at + self.schedule.lag:
             return None
         return self._finish()
+
+    def restart(self, iteration: int) -> None:
+        """Experts have moved after `iteration`: the next iteration is recorded anew, if the first fit was due."""
+        self.cancel()
+        self.started_at, self.was_fitted = iteration, False
 
     def cancel(self) -> None:
         """Ends a fit that nobody waits for any more; the same on every rank."""
