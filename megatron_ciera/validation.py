@@ -192,7 +192,13 @@ def _check_moe(args) -> None:
             flag,
             f"--expert-model-parallel-size {args.expert_model_parallel_size}",
             "at least 2: with one rank there is nothing to send",
-            f"Set --expert-model-parallel-size, or remove {flag}.",
+            f"Set --expert-model-parallel-size, or remove {flag}"
+            + (
+                ". A checkpoint that was saved at a larger size is read without it as well, with --no-load-optim: "
+                "Megatron has one optimizer at size 1 and two above."
+                if args.load is not None
+                else "."
+            ),
         )
     if args.num_experts % args.expert_model_parallel_size:
         raise refuse(

@@ -60,7 +60,7 @@ STOPPED = {
         ],
         "--dedup-dispatch: found --moe-token-dispatcher-type allgather",
     ),
-    "a feature that is not there yet": (
+    "token shuffling with nothing to shuffle": (
         [
             *TINY,
             *(
@@ -72,7 +72,7 @@ STOPPED = {
             ),
             *("--expert-tensor-parallel-size", "1", "--token-shuffle"),
         ],
-        "--token-shuffle: not in this version",
+        "--token-shuffle: found --num-layers 2 with 2 MoE layers, needs four layers or more",
     ),
     "yaml-cfg beside our flags": (
         [*TINY, "--yaml-cfg", "some.yaml", "--ciera"],
