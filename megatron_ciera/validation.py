@@ -8,7 +8,7 @@ import argparse
 import math
 import os
 
-from megatron_ciera.errors import ConfigurationError, refuse
+from megatron_ciera.errors import refuse
 from megatron_ciera.flags import given_flags
 from megatron_ciera.moe import rules as moe_rules
 from megatron_ciera.shuffle import rules as shuffle_rules

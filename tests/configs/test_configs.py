@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ciera import flags, install, validation, yaml_config
+from megatron_ciera.errors import ConfigurationError
 from megatron_ciera.simulator.job import job_from_config
 from megatron_ciera.simulator.model import stage_parameters
 from megatron_ciera.simulator.network import links
@@ -133,7 +134,7 @@ def test_all_layouts_of_the_papers_are_there():
 
 def test_a_parallel_size_that_does_not_fit_is_found(validated):
     path = next(path for path in CONFIGS if path.stem == "tiny_cpu")
-    with pytest.raises(validation.ConfigurationError, match="--nproc-per-node"):
+    with pytest.raises(ConfigurationError, match="--nproc-per-node"):
         validated(path, "--ciera --expert-model-parallel-size 3")
 
 
