@@ -195,11 +195,15 @@ class GatherBucket:
         offset, sources, targets = 0, [], []
         sizes = self.sizes[piece_index]
         for own, num_bytes in zip(self._of_piece[piece_index], sizes.by_owner[self.rank], strict=True):
-            as_is = sizes.raw or own.codec == RAW
-            sources.append(own.words.view(torch.uint8) if as_is else own.payload[:num_bytes])
-            targets.append(region[offset : offset + sources[-1].numel()])
+            place = region[offset : offset + num_bytes]
             offset += num_bytes
-        torch._foreach_copy_(targets, sources)
+            if sizes.raw or own.codec == RAW:
+                place[: own.words.nbytes].copy_(own.words.view(torch.uint8))
+            else:
+                sources.append(own.payload[:num_bytes].view(torch.int64))
+                targets.append(place.view(torch.int64))
+        if sources:
+            torch._foreach_copy_(targets, sources)
 
     def unpack(self, piece_index: int, received: torch.Tensor) -> None:
         """Applies the other ranks' payloads, uint8 `[ranks, padded]`, to their shards, in place.
