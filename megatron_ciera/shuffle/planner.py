@@ -47,7 +47,8 @@ class Planner:
 
     def __init__(self, group: dist.ProcessGroup, topk: int):
         self.group, self.topk = group, topk
-        self.stream = torch.cuda.Stream()
+        # Small kernels between large ones: they should not queue behind a whole expert.
+        self.stream = torch.cuda.Stream(priority=-1)
         # Graphs replay one after another and their results are copied out: they share what they compute in.
         self._pool = torch.cuda.graph_pool_handle() if dist.get_backend(group) == "nccl" else None
         self._solvers: dict[tuple, Callable] = {}
