@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_ciera.moe import replay
+from megatron_ciera.moe import replay, traffic
+from megatron_ciera.moe.plan import tag_dtype
 
 PARITY_FACTOR = 2.0
 _LINK_VARIABLES = (
@@ -83,30 +85,31 @@ def _count(options, tokens: np.ndarray, name: str) -> dict:
     for size in options.count:
         per_node = min(options.ranks_per_node, size)
         fitted = replay.fitted_maps(tokens[:, : options.fit_tokens], options.num_experts, size, per_node)
-        plain = replay.counted(unseen, contiguous, size, per_node)
-        placed = replay.counted(unseen, fitted, size, per_node)
-        sizes.append(
-            {
-                "expert_parallel_size": size,
-                "ranks_per_node": per_node,
-                "contiguous": plain,
-                "correlated": placed,
-            }
-        )
+        cost = traffic.Cost(2 * options.hidden_size, 4, tag_dtype(options.num_experts // size).itemsize)
+        entry = {"expert_parallel_size": size, "ranks_per_node": per_node}
+        for placement, maps in (("contiguous", contiguous), ("correlated", fitted)):
+            entry[placement] = traffic.counted(unseen, maps, size, per_node, cost)
+        sizes.append(entry)
     return {"trace": options.trace, "array": name, "tokens": unseen.shape[1], "sizes": sizes}
 
 
 def _count_table(result: dict) -> str:
     lines = [
-        f"{result['trace']} {result['array']}: rows per token on {result['tokens']} unseen tokens, mean of layers"
+        f"{result['trace']} {result['array']}: {result['tokens']} unseen tokens, means over layers and tokens; "
+        "+: with correlated placement; kB: 1000 bytes leaving a rank, leaving a node",
+        "EP | rows: stock | per rank | + | per node | + || kB: stock | per rank | + || between nodes: stock | "
+        "per rank | + | per node | +",
     ]
-    lines.append("  EP | stock | one per rank | + correlated | one per node | + correlated")
     for entry in result["sizes"]:
         plain, placed = entry["contiguous"], entry["correlated"]
-        lines.append(
-            f"{entry['expert_parallel_size']:4d} | {plain['stock']:5.2f} | {plain['per_rank']:12.3f} | "
-            f"{placed['per_rank']:12.3f} | {plain['per_node']:12.3f} | {placed['per_node']:12.3f}"
-        )
+        rows = [plain["rows_stock"], plain["rows_per_rank"], placed["rows_per_rank"]]
+        rows += [plain["rows_per_node"], placed["rows_per_node"]]
+        kb = [plain["bytes_stock"], plain["bytes_per_rank"], placed["bytes_per_rank"]]
+        between = [plain["internode_bytes_stock"]]
+        for key in ("internode_bytes_per_rank", "internode_bytes_per_node"):
+            between += [plain[key], placed[key]]
+        cells = [f"{value:.2f}" for value in rows] + [f"{value / 1e3:.1f}" for value in kb + between]
+        lines.append(f"{entry['expert_parallel_size']} | " + " | ".join(cells))
     return "\n".join(lines)
 
 
@@ -277,8 +280,30 @@ def _time_variant(options, name: str, dispatcher, inputs: list, device) -> dict:
         timed[label] = 1e3 * _median_seconds(once, options.warmup, options.iterations, device)
         if device.type == "cuda":
             timed[label.replace("_ms", "_peak_mb")] = (torch.cuda.max_memory_allocated() - before) / 1e6
+        if device.type == "cuda" and backward:
+            timed[label.replace("_ms", "_host_syncs")] = _host_syncs(once)
     timed |= _volume(options, dispatcher, inputs)
     return timed
+
+
+def _host_syncs(work) -> int:
+    """How often the host waits for the GPU in `work`: what CUDA's debug mode flags, and waits for an event."""
+    waits, wait = [], torch.cuda.Event.synchronize
+
+    def counted(event):
+        waits.append(event)
+        wait(event)
+
+    torch.cuda.Event.synchronize = counted
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as flagged:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.Event.synchronize = wait
+    return len(waits) + sum("synchronizing CUDA operation" in str(warning.message) for warning in flagged)
 
 
 def _pass_through(tokens, tokens_per_expert, probs):
@@ -343,7 +368,7 @@ def _time_table(result: dict) -> str:
         return "parity failed, no times: " + json.dumps(result["errors"])
     lines = [f"{result['label']} {result['device']} {result['link_gb_s']:.1f} GB/s {result['link']}"]
     lines.append(
-        "variant             | rows/token | MB out | fwd ms | fwd+bwd ms | + experts ms | of stock | peak MB"
+        "variant             | rows/token | MB out | fwd ms | fwd+bwd ms | + experts ms | of stock | peak MB | syncs"
     )
     stock = result["variants"][0]
     tokens = result["settings"]["tokens"] * result["settings"]["world"]
@@ -353,6 +378,6 @@ def _time_table(result: dict) -> str:
             f"{entry['variant']:19s} | {entry['rows'] / tokens:10.3f} | {entry['bytes'] / 1e6:6.1f} | "
             f"{entry['dispatch_combine_forward_ms']:6.3f} | {entry['dispatch_combine_ms']:10.3f} | "
             f"{entry['with_experts_ms']:12.3f} | {of_stock:8.3f} | "
-            f"{entry.get('dispatch_combine_peak_mb', 0):7.0f}"
+            f"{entry.get('dispatch_combine_peak_mb', 0):7.0f} | {entry.get('dispatch_combine_host_syncs', '')}"
         )
     return "\n".join(lines)

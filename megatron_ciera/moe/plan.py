@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ciera.moe import devices
+
 # A tag says which of the receiver's experts an assignment is for; the top bit marks the first one of a row.
 _SMALL_EXPERTS = 128
 
@@ -68,7 +70,7 @@ class Counts:
 
 def count(routing_map: torch.Tensor, num_ranks: int) -> Counts:
     """Counts a [T, E] bool map. No host synchronisation; two launches on a GPU."""
-    if routing_map.is_cuda:
+    if devices.has_kernels(routing_map):
         from megatron_ciera.moe import plan_kernels
 
         table, columns = plan_kernels.count(routing_map, num_ranks)
@@ -125,7 +127,7 @@ def plan_receive(tags: torch.Tensor, topk: int, num_local_experts: int, rows: in
     No host synchronisation; three launches on a GPU.
     """
     width = min(topk, num_local_experts)
-    if tags.is_cuda:
+    if devices.has_kernels(tags):
         from megatron_ciera.moe import plan_kernels
 
         return ReceivePlan(*plan_kernels.plan_receive(tags, width, num_local_experts, rows))

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from placement.fit import fit_layers
-from placement.rows import contiguous_expert_to_rank, count_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,22 +130,3 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     """L2 distance over the norm of `exact`, in fp64."""
     exact = exact.double()
     return float((found.double() - exact).norm() / exact.norm())
-
-
-def counted(
-    top_indices: np.ndarray, maps: np.ndarray, num_ranks: int, ranks_per_node: int
-) -> dict[str, float]:
-    """Rows per token by counting, means over layers: stock, one per rank, one per node.
-
-    top_indices: [layers, tokens, topk]; maps: [layers, E].
-    """
-    layers, tokens, topk = top_indices.shape
-    ranks = contiguous_expert_to_rank(maps.shape[1], num_ranks)
-    by_rank = by_node = 0
-    for experts, map_ in zip(top_indices, maps, strict=True):
-        expert_to_rank = np.empty(len(map_), dtype=np.int64)
-        expert_to_rank[map_] = ranks
-        by_rank += count_rows(experts, expert_to_rank)
-        by_node += count_rows(experts, expert_to_rank // ranks_per_node)
-    total = layers * tokens
-    return {"stock": float(topk), "per_rank": by_rank / total, "per_node": by_node / total}

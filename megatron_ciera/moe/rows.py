@@ -6,6 +6,8 @@ rounded once, so that results depend neither on the machine nor on the run.
 
 import torch
 
+from megatron_ciera.moe import devices
+
 
 def gather_rows(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """[rows, H], [places] int64 -> [places, H]: row `source[p]` at place p."""
@@ -47,7 +49,7 @@ def sum_rows_reference(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def _has_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dim() == 2 and x.dtype != torch.float64
+    return devices.has_kernels(x) and x.dim() == 2 and x.dtype != torch.float64
 
 
 class _Expand(torch.autograd.Function):

@@ -7,8 +7,8 @@ import numpy as np
 from placement.file import Placement
 
 KEY = "ciera_placement"
-# Optimizer formats whose entries follow the model's, and so are in logical order.
-LOGICAL_FORMATS = ("fully_reshardable", "fully_sharded_model_space")
+# Follows the model's entries, and so is in logical order; but Megatron-Core 0.19 cannot read it any more.
+UNREADABLE_FORMAT = "fully_sharded_model_space"
 PHYSICAL_FORMATS = ("dp_reshardable", "dp_zero_gather_scatter")
 
 
@@ -41,10 +41,9 @@ def read_stored(args) -> StoredCheckpoint | None:
             continue
         stored_args = state.get("args")
         document = getattr(stored_args, KEY, None)
-        metadata = state.get("content_metadata") or {}
         return StoredCheckpoint(
             placement=None if document is None else Placement.from_document(document),
-            optimizer_format=metadata.get("distrib_optim_sharding_type"),
+            optimizer_format=_optimizer_format(state, stored_args),
             loads_optimizer=not (
                 release or args.finetune or args.no_load_optim or getattr(stored_args, "no_save_optim", False)
             ),
@@ -52,8 +51,31 @@ def read_stored(args) -> StoredCheckpoint | None:
     return None
 
 
+def _optimizer_format(state: dict, stored_args) -> str | None:
+    """The distributed optimizer's format; what Megatron assumes where the checkpoint does not name one."""
+    metadata = state.get("content_metadata")
+    if metadata is not None:
+        return metadata.get("distrib_optim_sharding_type")
+    if not getattr(stored_args, "use_distributed_optimizer", False):
+        return None
+    parallel = getattr(stored_args, "ckpt_fully_parallel_save", False)
+    return UNREADABLE_FORMAT if parallel else "dp_zero_gather_scatter"
+
+
 def check_loadable(stored: StoredCheckpoint, applies_placement: bool) -> None:
-    """Raises ValueError when a run without placement would read optimizer state stored under one."""
+    """Checks the optimizer's format, before anything but the common state was read.
+
+    Raises:
+        ValueError: Megatron could not read the format, or a run without placement would read optimizer state
+            stored under one.
+    """
+    if stored.loads_optimizer and stored.optimizer_format == UNREADABLE_FORMAT:
+        raise ValueError(
+            f"--load: the checkpoint has the optimizer format {UNREADABLE_FORMAT}, needs fully_reshardable or "
+            "dp_reshardable: Megatron-Core 0.19 does not read flattened tensors any more. Resume it with the "
+            "Megatron that wrote it and save with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim "
+            "to take the weights alone."
+        )
     if stored.placement is None or applies_placement or not stored.optimizer_by_slot:
         return
     if all(

@@ -30,6 +30,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--iterations", type=int, default=6, help="of a phase; its first is not counted")
     parser.add_argument("--fit-tokens", type=int, default=4096)
     parser.add_argument("--no-repeat", action="store_true", help="stock and dedup once, not twice")
+    parser.add_argument(
+        "--no-placement", action="store_true", help="stock and dedup alone; also runs on one GPU"
+    )
     parser.add_argument("--profile", action="store_true", help="host time of one more iteration of each")
     parser.add_argument("--output", default=None, help="also write the JSON here")
     parser.add_argument("--json", action="store_true")
@@ -42,7 +45,7 @@ def phases(options) -> list[tuple[str, int]]:
     order = [(STOCK, WARMUP + counted), (DEDUP, counted)]
     if not options.no_repeat:
         order += [(STOCK, counted), (DEDUP, counted)]
-    return [*order, (PLACED, 6), (CORRELATED, counted)]
+    return order if options.no_placement else [*order, (PLACED, 6), (CORRELATED, counted)]
 
 
 class Rotation(Feature):
@@ -181,9 +184,11 @@ def main(argv: list[str]) -> int:
     split = argv.index("--") if "--" in argv else len(argv)
     options = arguments().parse_args(argv[:split])
     length = sum(count for _, count in phases(options))
-    fit_at = length - options.iterations - 5
-    ours = f"--correlated-placement --placement-refit-interval 0 --placement-fit-iteration {fit_at} "
-    ours += f"--placement-fit-tokens {options.fit_tokens} --exit-interval {length} --log-interval 1"
+    ours = f"--exit-interval {length} --log-interval 1"
+    if not options.no_placement:
+        fit_at = length - options.iterations - 5
+        ours += f" --correlated-placement --placement-refit-interval 0 --placement-fit-iteration {fit_at}"
+        ours += f" --placement-fit-tokens {options.fit_tokens}"
     sys.argv = [sys.argv[0], *argv[split + 1 :], *ours.split()]
     from megatron_ciera import install
 

@@ -86,9 +86,9 @@ def stock(folder, train):
 
 @pytest.fixture(scope="module")
 def run_a(folder, train, maps, stock):
-    """Iterations 2 and 3 under placement A with the deduplicating dispatcher, both saved."""
-    words = resume(folder / "plain", 1)
-    return train("run_a", *placed(folder, "a"), *words, "--save", folder / "under_a", "--save-interval", 1)
+    """Iterations 2 and 3 under placement A with the deduplicating dispatcher, both saved in the background."""
+    words = [*resume(folder / "plain", 1), "--save", folder / "under_a", "--save-interval", 1, "--async-save"]
+    return train("run_a", *placed(folder, "a"), *words)
 
 
 def checkpoint(path: Path, iteration: int) -> dict[str, torch.Tensor]:
@@ -143,6 +143,43 @@ def test_plain_megatron_continues_with_the_same_bits(folder, train, run_a, stock
     run = train("plain_from_a", *words, "--save", folder / "from_a", BY_EXPERT, script=PLAIN)
     assert by_expert(run, 2) == by_expert(stock, 2)
     same_checkpoint(checkpoint(folder / "under_a", 3), checkpoint(folder / "from_a", 3))
+
+
+def test_one_expert_parallel_rank_computes_the_same(folder, train, run_a, stock):
+    """Plain Megatron at EP 1, without the optimizer, which upstream cannot load there: weights and loss agree."""
+    words = [
+        *resume(folder / "under_a", 2),
+        "--no-load-optim",
+        "--save",
+        folder / "one",
+        "--lr",
+        "0",
+        "--min-lr",
+        "0",
+    ]
+    words += ["--override-opt-param-scheduler", "--weight-decay", "0", "--no-save-optim"]
+    run = train("one_rank", *words, expert_parallel=1, script=PLAIN)
+    assert run.iterations[0]["losses"] == stock.iterations[2]["losses"]
+    saved, given = checkpoint(folder / "one", 3), checkpoint(folder / "under_a", 2)
+    assert len(saved) > 10
+    for name in saved:
+        assert torch.equal(saved[name].view(torch.uint8), given[name].view(torch.uint8)), name
+
+
+@pytest.mark.slow
+def test_experts_that_move_while_the_last_checkpoint_is_written(folder, train):
+    """Saved in the background after iteration 1, moved after iteration 2: both hold the contiguous run's bits."""
+    words = "--seq-length 512 --max-position-embeddings 512 --global-batch-size 8 --vocab-size 1023"
+    words = [*words.split(), "--train-iters", 2000, "--exit-interval", 2, "--save-interval", 1]
+    fit = "--correlated-placement --placement-fit-iteration 2 --placement-refit-interval 1"
+    fit += " --placement-fit-tokens 2048"
+    train("unmoved", *words, "--save", folder / "unmoved_saved", BY_EXPERT, expert_parallel=4)
+    saved = ["--save", folder / "moved_saved", "--async-save"]
+    moved = train("moved", *words, *fit.split(), *saved, expert_parallel=4)
+    assert "fit of iteration 2, applied after iteration 2: experts moved in 2 of 2 layers" in moved.output
+    for iteration in (1, 2):
+        first, second = (checkpoint(folder / f"{run}_saved", iteration) for run in ("unmoved", "moved"))
+        same_checkpoint(first, second)
 
 
 @pytest.mark.parametrize(

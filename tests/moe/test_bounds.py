@@ -1,0 +1,37 @@
+"""With clipping, from equal states: no tensor is further from fp32 than twice plain bf16's. See bounds_worker.py.
+
+The gradient norm adds experts in slot order, so that its last bit, and through clipping every value, may differ.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import launch
+
+WORKER = Path(__file__).with_name("bounds_worker.py")
+CLIP = 0.5
+
+
+@pytest.mark.parametrize(
+    ("expert_parallel", "iterations"),
+    [
+        (2, [0, 3]),
+        pytest.param(2, [0, 50, 100], marks=pytest.mark.slow),
+        pytest.param(4, [0, 50, 100], marks=pytest.mark.slow),
+    ],
+)
+def test_errors_against_fp32(tmp_path, expert_parallel, iterations):
+    launch(tmp_path, 4, [tmp_path, expert_parallel, *iterations], script=(str(WORKER),), timeout=900).check()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == [str(iteration) for iteration in iterations]
+    for iteration, found in results.items():
+        assert min(norm for norms in found["norms"].values() for norm in norms) > CLIP
+        # Placement in front of the stock dispatcher changes the order of the norm's sum and nothing else.
+        assert found["losses"]["placed"] == found["losses"]["plain"]
+        plain = found["errors"]["plain"]
+        assert len(plain) == 51 and min(plain.values()) > 0
+        for variant in ("placed", "deduplicated", "placed and deduplicated"):
+            for tensor, error in found["errors"][variant].items():
+                assert error <= 2 * plain[tensor], (iteration, variant, tensor)
