@@ -54,6 +54,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--planner-ranks", type=int, nargs="*", default=[2, 8, 16])
+    parser.add_argument("--planner-only", action="store_true", help="no steps; one process will do")
     parser.add_argument("--skip-parity", action="store_true", help="a second link of the same machine")
     parser.add_argument("--label", default="", help="what the link stands for")
     parser.add_argument("--output", default=None, help="also write the JSON here")
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     with torch.cuda.stream(torch.cuda.Stream()):
         result["planner"] = [_time_planner(options, tokens, ranks, device) for ranks in options.planner_ranks]
-    result |= _time_steps(options, tokens, device)
+    result |= {"parity": None} if options.planner_only else _time_steps(options, tokens, device)
     if dist.get_rank() == 0:
         text = json.dumps(result)
         if options.output:
@@ -258,7 +259,7 @@ def _time_variant(options, name: str, sizes, maps, tables, blocks, device) -> di
     for number in range(options.warmup + options.iterations):
         if chunk is not None and number == options.warmup:
             chunk.planner.milliseconds()
-            chunk.take_host_wait()
+            chunk.take_host_waits()
             for counter in chunk.counters:
                 counter.reset()
         dist.barrier()
@@ -287,10 +288,11 @@ def _planned(chunk, iterations: int) -> dict:
     counts = torch.stack([counter.counts for counter in chunk.counters]).sum(0)
     dist.all_reduce(counts)
     plans = chunk.planner.milliseconds()
+    seconds, joins = chunk.take_host_waits()
     return {
         "planner_ms": statistics.median(plans),
         "planner_ms_worst": max(plans),
-        "host_wait_ms": 1e3 * chunk.take_host_wait() / len(plans),
+        "host_wait_ms": 1e3 * seconds / joins,
         "locality": int(counts[LOCAL]) / int(counts[ASSIGNMENTS]),
         "locality_by_position": int(counts[LOCAL_CANONICAL]) / int(counts[ASSIGNMENTS]),
         "spill": int(counts[SPILLED]) / int(counts[PLANNED]),
@@ -305,6 +307,8 @@ def _table(result: dict) -> str:
             f"planner, {entry['ranks']:2d} ranks: {entry['graph_ms']:.3f} ms as a graph, {entry['launched_ms']:.3f} "
             f"launched, same as twin: {entry['same_as_twin']}"
         )
+    if "steps" not in result and result["parity"] is None:
+        return "\n".join(lines)
     lines.append(f"parity {result['parity']}, worst error of stock against fp32 {result.get('stock_error')}")
     lines.append(f"worst error against stock's of the same tensor {result['errors']}")
     lines.append(f"losses with and without shuffling have the same bits: {result['same_losses']}")

@@ -48,7 +48,7 @@ class ChunkShuffle:
         self.tables: list[ScoreTables | None] = [None] * len(is_moe)
         self.paused = False
         self.recorder: RoutingRecorder | None = None
-        self._host_wait = 0.0
+        self._host_waits: list[float] = [0.0, 0]
         self._jobs: dict[int, Job] = {}
         self._kept: list[deque[Passage]] = [deque() for _ in is_moe]
         self._start_pass()
@@ -87,9 +87,9 @@ class ChunkShuffle:
         with self.planner.beside(routing_map), torch.no_grad():
             self._observe(layer, routing_map, columns, job)
 
-    def take_host_wait(self) -> float:
-        """Seconds that the host waited for plans since the last call."""
-        waited, self._host_wait = self._host_wait, 0.0
+    def take_host_waits(self) -> list[float]:
+        """[seconds, plans]: how long the host waited for how many plans since the last call."""
+        waited, self._host_waits = self._host_waits, [0.0, 0]
         return waited
 
     def _start_pass(self) -> None:
@@ -108,7 +108,8 @@ class ChunkShuffle:
         self._pending = None
         started = time.perf_counter()
         to, from_ = plan.join()
-        self._host_wait += time.perf_counter() - started
+        self._host_waits[0] += time.perf_counter() - started
+        self._host_waits[1] += 1
         return Passage(self._layout, plan.layout, Exchange(plan.move, to, from_, self.group))
 
     def _observe(self, layer: int, routing_map: torch.Tensor, columns: int, job: Job | None) -> None:

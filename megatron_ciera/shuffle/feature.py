@@ -64,6 +64,8 @@ class ShuffleFeature(Feature):
         if self._run_fit is not None:
             self._run_fit.before_step(iteration)
         paused = self._moe.records_routing(iteration) or _is_traced()
+        if paused and self._trial_ends is not None:
+            self._trial_ends += 1
         for chunk in self._chunks:
             chunk.paused = paused
             chunk.forget_passages()
@@ -103,13 +105,12 @@ class ShuffleFeature(Feature):
         model = get_model_config(model_chunks[0])
         self._moe = next(peer for peer in self.peers if isinstance(peer, MoEFeature))
         groups = make_shuffle_groups()
-        self._group, self._stage = groups.shuffle, groups.stage
-        self._num_ranks, self._num_experts = self._group.size(), model.num_moe_experts
+        self._num_ranks, self._num_experts = groups.shuffle.size(), model.num_moe_experts
         device = torch.cuda.current_device()
         self._chunks, self._numbers = [], []
         for block in _decoders(model_chunks):
             is_moe = [isinstance(layer.mlp, MoELayer) for layer in block.layers]
-            chunk = ChunkShuffle(is_moe, self._group, model.moe_router_topk, device)
+            chunk = ChunkShuffle(is_moe, groups.shuffle, model.moe_router_topk, device)
             for index, layer in enumerate(block.layers):
                 LayerHooks(layer, chunk, index, self.config.token_shuffle_residual)
             self._chunks.append(chunk)
@@ -117,14 +118,10 @@ class ShuffleFeature(Feature):
         self._prices = self._make_prices(model)
         self._find_candidates()
         if self.config.placement_file is None:
-            self._run_fit = RunFit(
-                self.config, self._chunks, self._numbers, groups, self._sizes(), self.run.log
-            )
+            sizes = (self._num_experts, self._num_ranks)
+            self._run_fit = RunFit(self.config, self._chunks, self._numbers, groups, sizes, self.run.log)
         else:
             self._run_fit = None
-
-    def _sizes(self) -> tuple[int, int]:
-        return self._num_experts, self._num_ranks
 
     def _find_candidates(self) -> None:
         """Global numbers of all layers of the model, and of those that could shuffle."""
@@ -264,9 +261,9 @@ class ShuffleFeature(Feature):
     def _times(self) -> dict[str, float]:
         """Planner's time of a plan and the host's wait for it in milliseconds, means of the slowest rank."""
         plans = [time for chunk in self._chunks for time in chunk.planner.milliseconds()]
-        waited = 1e3 * sum(chunk.take_host_wait() for chunk in self._chunks)
-        count = max(1, len(plans))
-        times = torch.tensor([sum(plans) / count, waited / count], dtype=torch.float64)
+        seconds, joins = map(sum, zip(*(chunk.take_host_waits() for chunk in self._chunks), strict=True))
+        means = [sum(plans) / max(1, len(plans)), 1e3 * seconds / max(1, joins)]
+        times = torch.tensor(means, dtype=torch.float64)
         times = times.to(torch.cuda.current_device())
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         planner, wait = times.tolist()
