@@ -54,6 +54,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--planner-ranks", type=int, nargs="*", default=[2, 8, 16])
+    parser.add_argument(
+        "--backend",
+        choices=("nccl", "gloo"),
+        default="nccl",
+        help="gloo: processes may share a GPU; parity only counts",
+    )
     parser.add_argument("--planner-only", action="store_true", help="no steps; one process will do")
     parser.add_argument("--skip-parity", action="store_true", help="a second link of the same machine")
     parser.add_argument("--label", default="", help="what the link stands for")
@@ -67,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments().parse_args(argv)
     with np.load(options.trace) as trace:
         tokens = trace[options.array or trace.files[-1]].astype(np.int64)
-    device = _start()
+    device = _start(options.backend)
     result = {
         "label": options.label,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -86,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if result["parity"] is not False else 1
 
 
-def _start() -> torch.device:
+def _start(backend: str) -> torch.device:
     from megatron_ciera import compat, cpu
 
     on_cpu = cpu.is_needed()
@@ -96,8 +102,8 @@ def _start() -> torch.device:
     if on_cpu:
         cpu.install_megatron_patches()
     else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if on_cpu else "nccl")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("gloo" if on_cpu else backend)
     from megatron.core import parallel_state
 
     world = dist.get_world_size()

@@ -52,9 +52,8 @@ class Planner:
         self.group, self.topk = group, topk
         # Small kernels between large ones: they should not queue behind a whole expert.
         self.stream = torch.cuda.Stream(priority=-1)
-        # Graphs replay one after another and their results are copied out: they share what they compute in.
-        self._pool = torch.cuda.graph_pool_handle() if dist.get_backend(group) == "nccl" else None
         self._solvers: dict[tuple, Callable] = {}
+        self._pool_handle = None
         self._timings: list[tuple] = []
 
     def beside(self, routing_map: torch.Tensor):
@@ -113,6 +112,11 @@ class Planner:
         """Drops graphs of tables that are no longer used."""
         self._solvers = {}
 
+    def _pool(self):
+        """What graphs compute in: they replay one after another, and their results are copied out."""
+        self._pool_handle = self._pool_handle or torch.cuda.graph_pool_handle()
+        return self._pool_handle
+
     def _solver(self, tables: ScoreTables | None, shape: Shape) -> Callable:
         key = (id(tables), shape)
         if key not in self._solvers:
@@ -127,8 +131,9 @@ class Solver:
     called on a stream other than the default one.
     """
 
-    def __init__(self, tables: ScoreTables | None, shape: Shape, pool=None):
-        self.tables, self.shape, self._pool = tables, shape, pool
+    def __init__(self, tables: ScoreTables | None, shape: Shape, pool: Callable | None = None):
+        self.tables, self.shape = tables, shape
+        self._pool = pool or torch.cuda.graph_pool_handle
         self._calls = 0
         self._graph = self._inputs = self._output = None
 
@@ -150,6 +155,6 @@ class Solver:
         previous, before = evidence or (None, None)
         self._graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog and data loaders use CUDA in threads of their own.
-        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        self._graph.capture_begin(self._pool(), capture_error_mode="thread_local")
         self._output = solve(self.tables, previous, before, Layout(token_at, place_of), self.shape)
         self._graph.capture_end()

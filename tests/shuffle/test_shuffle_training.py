@@ -104,7 +104,7 @@ LAYOUTS = {
         "--mtp-num-layers 1 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap --ciera "
         "--ciera-warmup-iters 1 --overlap-grad-reduce --overlap-param-gather --moe-router-dtype fp32",
     ),
-    "stock dispatcher, dense layers, expert bias": (
+    "stock dispatcher, expert bias": (
         5,
         2,
         "--no-dedup-dispatch --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -147,6 +147,23 @@ def test_tables_fitted_in_the_run_find_experts_and_traces_stay_in_order(tmp_path
             (tmp_path / name / f"router_trace_rank{rank}.jsonl").read_text() for name in ("plain", "ours")
         ]
         assert traces[0] == traces[1] and traces[0].count("\n") >= 9 * 5
+
+
+@pytest.mark.slow
+def test_tables_follow_a_placement_fitted_in_the_run(tmp_path):
+    """Experts move after iteration 6; tables of iteration 7 are in use after 12."""
+    words = (
+        "--num-layers 5 --seq-length 512 --max-position-embeddings 512 --train-iters 2000 --exit-interval 15 "
+    )
+    words += "--correlated-placement --token-shuffle --placement-fit-iteration 1 --placement-fit-tokens 1024 "
+    words += "--vocab-size 1023 --placement-refit-interval 0"
+    run = launch(tmp_path / "run", 2, [*FLAGS, *words.split()]).check()
+    assert "fit of iteration 1, applied after iteration 6: experts moved in" in run.output
+    assert "layers after iteration 6" not in run.output
+    assert "token shuffling: on in 2 of 2 layers after iteration 12" in run.output
+    found = [record["metrics"] for record in run.iterations]
+    assert all("moe/locality" not in metrics for metrics in found[:12])
+    assert all(metrics["moe/locality"] > metrics["moe/locality_by_position"] for metrics in found[12:])
 
 
 @pytest.mark.slow
