@@ -19,7 +19,7 @@ from megatron_ciera.param_gather.costs import plan_pieces
 from megatron_ciera.param_gather.decider import Decider, Policy
 from megatron_ciera.param_gather.exchange import Exchange
 from megatron_ciera.param_gather.group import Round, ShardGroup, Tuning
-from megatron_ciera.param_gather.lanes import make_lanes
+from megatron_ciera.param_gather.lanes import Stopwatch, make_lanes
 from megatron_ciera.param_gather.layout import Run, parameter_class
 from megatron_ciera.param_gather.ledger import Ledger
 from megatron_ciera.param_gather.process_groups import make_own_groups
@@ -129,7 +129,7 @@ class Bench:
         log = print if self.rank == 0 and os.environ.get("BENCH_TABLE") else lambda line: None
         decider = Decider(mode, buckets, codecs, policy, costs if select else None, log)
         exchange = Exchange(self.own, slots, decider.num_counts, self.device, lanes, ledger)
-        ring = Ring(tuning.num_slots, self.device, lanes.gather)
+        ring = Ring(tuning.num_slots, self.device)
         args = (buckets, exchange, ring, lanes, ledger, warmup, tuning, Round(), decider)
         return ShardGroup(mode, dist.group.WORLD, *args)
 
@@ -200,11 +200,13 @@ def run_mode(bench: Bench, mode: str, options) -> dict:
         bench.gather(group)
         bench.check(mode)
     group.ledger.take(["bytes_raw", "bytes_sent", "bytes_payload_mean", "coded_gathers", "exchanges"])
-    group._lane.watch.take()
     times = bench.seconds(group, options.repeats)
     names = ["bytes_raw", "bytes_sent", "bytes_payload_mean", "coded_gathers", "exchanges"]
     raw, sent, mean, coded, exchanges = group.ledger.take(names)
-    watch = {f"{name}_ms": value / options.repeats for name, value in group._lane.watch.take().items()}
+    for _ in range(Stopwatch.EVERY):
+        bench.step(group)
+        bench.gather(group)
+    watch = {f"{name}_ms": value for name, value in group._lane.watch.read().items()}
     bench.check(mode)
     memory = group.memory | {"ring": group._ring.num_bytes}
     used = [row.codecs for row in group._decider.decision.rows]

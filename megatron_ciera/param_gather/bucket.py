@@ -206,7 +206,7 @@ class GatherBucket:
             torch._foreach_copy_(targets, sources)
 
     def unpack(self, piece_index: int, received: torch.Tensor) -> None:
-        """Applies the other ranks' payloads, uint8 `[ranks, padded]`, to their shards, in place.
+        """Applies the other ranks' payloads, uint8 `[ranks × padded]`, to their shards, in place.
 
         Blocks that do not fit their hash stay as they were and are counted in `flags`.
         """
@@ -215,11 +215,11 @@ class GatherBucket:
         for owner, segments in enumerate(piece.segments):
             if owner == self.rank:
                 continue
-            offset, row = 0, received[owner]
+            offset = owner * sizes.padded
             for segment, num_bytes in zip(segments, sizes.by_owner[owner], strict=True):
                 codec = RAW if sizes.raw else self._choices[segment]
                 payloads, targets = work.setdefault(codec, ([], []))
-                payloads.append(row[offset : offset + num_bytes])
+                payloads.append(received[offset : offset + num_bytes])
                 targets.append(self._words[segment])
                 offset += num_bytes
         for payload, words in zip(*work.pop(RAW, ([], [])), strict=True):

@@ -43,6 +43,7 @@ class Ticket:
         self.outgoing = torch.zeros(length, dtype=torch.int64, device=device)
         self.incoming = torch.empty(size * length, dtype=torch.int64, device=device)
         self.header = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.header_there, self.damage = self.outgoing[:3], self.outgoing[3:5]
         self.copy = HostCopy(device)
         self.work = None
 
@@ -84,6 +85,10 @@ class Exchange:
         """This rank's counts of the probe, int64 on the device, to be written before `start`."""
         return ticket.outgoing[len(HEADER) + self._num_slots :]
 
+    def sizes(self, ticket: Ticket, slots: range) -> torch.Tensor:
+        """The place of these payload sizes, int64 on the device, to be written before `start`."""
+        return ticket.outgoing[len(HEADER) + slots.start : len(HEADER) + slots.stop]
+
     def fill(self, ticket: Ticket, slots: Sequence[int], sizes: torch.Tensor) -> None:
         """Puts payload sizes (int64 on the device) into these slots, before `start`."""
         key = tuple(slots)
@@ -91,20 +96,20 @@ class Exchange:
             self._indices[key] = torch.tensor(slots, device=sizes.device) + len(HEADER)
         ticket.outgoing.index_copy_(0, self._indices[key], sizes)
 
-    def start(self, ticket: Ticket, step: int, decisions: int, flags: torch.Tensor | None) -> None:
+    def start(self, ticket: Ticket, step: int, decisions: int, damage: torch.Tensor | None) -> None:
         """Sends this rank's vector. Call inside the encode lane; no host synchronisation.
 
         Args:
             step: optimizer steps so far.
             decisions: hash of what this rank is about to do.
-            flags: int32 `[rows, 2]` damage flags, of which nothing is decoded into now; None: not told this time.
+            damage: what `write_damage` made of the flags; None: not told this time.
         """
-        ticket.header[:] = torch.tensor([VERSION, step, decisions])
-        ticket.outgoing[:3].copy_(ticket.header, non_blocking=True)
-        if flags is not None:
-            write_damage(ticket.outgoing[3:5], flags)
+        ticket.header.numpy()[:] = VERSION, step, decisions
+        ticket.header_there.copy_(ticket.header, non_blocking=True)
+        if damage is not None:
+            ticket.damage.copy_(damage)
         lane = self._lanes.sizes
-        lane.after_compute()
+        lane.after(self._lanes.encode)
         with lane.enter():
             ticket.work = dist.all_gather_into_tensor(
                 ticket.incoming, ticket.outgoing, group=self._group, async_op=True

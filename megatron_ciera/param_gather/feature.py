@@ -65,7 +65,7 @@ class ParamGatherFeature(Feature):
     def optimizer_built(self, model_chunks: list, optimizer) -> None:
         device = self._found[0].device if self._found else torch.device("cpu")
         lanes = make_lanes(device, aside=self.config.ciera_overlap)
-        ring = Ring(self._tuning.num_slots, device, lanes.gather)
+        ring = Ring(self._tuning.num_slots, device)
         self._shared = Shared(
             self.config, self._tuning, device, lanes, ring, self.ledger, Round(), self.run.log
         )
@@ -150,7 +150,7 @@ class ParamGatherFeature(Feature):
 
     def _slowest(self, device: torch.device) -> dict[str, float]:
         """Times (ms a rank spent, GPU only) and memory (MB held), of the rank with the most."""
-        values = {f"{name}_ms": time for name, time in self._shared.lanes.gather.watch.take().items()}
+        values = {f"{name}_ms": time for name, time in self._shared.lanes.gather.watch.read().items()}
         held = [built.group.memory for built in self.built]
         values["state_mb"] = sum(memory["state"] for memory in held) / 2**20
         values["staging_mb"] = (

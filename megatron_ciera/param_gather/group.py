@@ -114,6 +114,7 @@ class ShardGroup:
         self._waves.agree()
         self._lanes.release_parameters()
         self.steps += 1
+        self._lane.watch.step(self.steps)
         if self._decider is not None:
             self._decider.before_step(self.steps)
         self._round.steps = max(self._round.steps, self.steps)
@@ -148,8 +149,8 @@ class ShardGroup:
             return self._plain(bucket)
         self._lane.after_compute()
         coded = self._is_codable(bucket)
-        if self._probing:
-            self._waves.start_step()
+        if coded or self._probing:
+            self._waves.start_step(bucket if coded else None)
         if self.warming_up:
             self._waves.agree()
         if not coded:
@@ -244,6 +245,8 @@ class ShardGroup:
                 self._lane,
                 self._ring,
                 self._group,
+                self._size,
+                self._rank,
                 lambda piece=piece: self._prepare(bucket, piece),
                 lambda region, piece=piece: self._pack(bucket, piece, region),
                 lambda received, piece=piece: bucket.unpack(piece, received),

@@ -15,11 +15,10 @@ class Ring:
     queues work; on CPU it waits.
     """
 
-    def __init__(self, num_slots: int, device: torch.device, lane: Lane):
+    def __init__(self, num_slots: int, device: torch.device):
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(num_slots)]
         self._owners: list[Transfer | None] = [None] * num_slots
         self._next = 0
-        self._lane = lane
         self.num_slots = num_slots
 
     @property
@@ -28,22 +27,22 @@ class Ring:
         return sum(buffer.numel() for buffer in self._buffers)
 
     def take(self, owner: "Transfer", num_bytes: int) -> torch.Tensor:
-        """A uint8 buffer of `num_bytes` for `owner`, valid until the slot is taken again."""
+        """A uint8 buffer of `num_bytes` for `owner`, valid until the slot is taken again. Call in the lane."""
         slot, self._next = self._next, (self._next + 1) % self.num_slots
         if self._owners[slot] is not None:
             self._owners[slot].finish()
         self._owners[slot] = owner
         if self._buffers[slot].numel() < num_bytes:
-            self._buffers[slot] = torch.empty(0, dtype=torch.uint8, device=self._buffers[slot].device)
-            with self._lane.enter():
-                self._buffers[slot] = torch.empty(
-                    num_bytes, dtype=torch.uint8, device=self._buffers[slot].device
-                )
+            device = self._buffers[slot].device
+            self._buffers[slot] = torch.empty(0, dtype=torch.uint8, device=device)
+            self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._buffers[slot][:num_bytes]
 
 
 class Transfer:
-    """One all-gather: `launch` queues it, `finish` makes its result usable in the lane. Both run once."""
+    """One all-gather: `launch` queues it, `finish` makes its result usable in the lane. Both are called in the lane.
+
+    `launch` is called once; `finish` may be called again."""
 
     def __init__(self, lane: Lane):
         self._lane = lane
@@ -52,21 +51,19 @@ class Transfer:
         self._finished = False
 
     def launch(self) -> None:
-        with self._lane.enter():
-            self._begin = self._lane.watch.begin()
-            self._work = self._start()
+        self._begin = self._lane.watch.begin()
+        self._work = self._start()
 
     def finish(self) -> None:
         if self._finished:
             return
         self._finished = True
-        with self._lane.enter():
-            self._work.wait()
-            self._work = None
-            self._lane.watch.end("gather", self._begin)
-            begin = self._lane.watch.begin()
-            self._complete()
-            self._lane.watch.end("decode", begin)
+        self._work.wait()
+        self._work = None
+        self._lane.watch.end("gather", self._begin)
+        begin = self._lane.watch.begin()
+        self._complete()
+        self._lane.watch.end("decode", begin)
 
     def _start(self):
         raise NotImplementedError
@@ -93,9 +90,9 @@ class PayloadTransfer(Transfer):
     """One piece's payloads, all padded to the same number of bytes, through a slot of the ring.
 
     Args:
-        prepare: called first, by the caller's stream; returns the padded bytes, which all ranks must know by then.
-        pack: writes this rank's payload into its region of the buffer (uint8, at most the padded bytes).
-        unpack: given the buffer as `[ranks, padded bytes]`, applies the other ranks' payloads.
+        prepare: called first; returns the padded bytes, which all ranks know by then.
+        pack: writes this rank's payload into its region of the buffer (uint8, the padded bytes).
+        unpack: given the buffer, the padded bytes of one rank after the other, applies the other ranks' payloads.
     """
 
     def __init__(
@@ -103,13 +100,15 @@ class PayloadTransfer(Transfer):
         lane: Lane,
         ring: Ring,
         group,
+        size: int,
+        rank: int,
         prepare: Callable[[], int],
         pack: Callable[[torch.Tensor], None],
         unpack: Callable[[torch.Tensor], None],
     ):
         super().__init__(lane)
-        self._ring, self._group, self._prepare = ring, group, prepare
-        self._pack, self._unpack = pack, unpack
+        self._ring, self._group, self._size, self._rank = ring, group, size, rank
+        self._prepare, self._pack, self._unpack = prepare, pack, unpack
         self._num_bytes = 0
         self._buffer: torch.Tensor | None = None
 
@@ -118,14 +117,13 @@ class PayloadTransfer(Transfer):
         super().launch()
 
     def _start(self):
-        size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        self._buffer = self._ring.take(self, size * self._num_bytes)
-        own = self._buffer.view(size, -1)[rank]
+        self._buffer = self._ring.take(self, self._size * self._num_bytes)
+        own = self._buffer[self._rank * self._num_bytes : (self._rank + 1) * self._num_bytes]
         self._pack(own)
         return dist.all_gather_into_tensor(self._buffer, own, group=self._group, async_op=True)
 
     def _complete(self) -> None:
-        self._unpack(self._buffer.view(dist.get_world_size(self._group), -1))
+        self._unpack(self._buffer)
         self._buffer = None
 
 
@@ -142,9 +140,10 @@ class GatherHandle:
         self._launched = 0
         self._mark = None
         self._complete = False
-        self._launch_up_to(window)
-        if lane.device.type == "cuda":
-            self._run()
+        with lane.enter():
+            self._launch_up_to(window)
+            if lane.device.type == "cuda":
+                self._run()
 
     def wait(self) -> None:
         """Makes the current stream wait; on CPU, returns when the parameters are there. May be called again."""
@@ -165,8 +164,7 @@ class GatherHandle:
             self._launch_up_to(index + 1 + self._window)
         self._mark = self._lane.mark()
         # Not waited for by the compute stream until it writes parameters again (`Lane.release_parameters`).
-        with self._lane.enter():
-            self._done()
+        self._done()
 
 
 class Nothing:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_ciera.param_gather.bucket import GatherBucket, OwnSegment, aligned
 from megatron_ciera.param_gather.decider import Decider
-from megatron_ciera.param_gather.exchange import Exchange, Ticket
+from megatron_ciera.param_gather.exchange import Exchange, Ticket, write_damage
 from megatron_ciera.param_gather.lanes import Lanes, Mark
 
 NUM_ARENAS = 2
@@ -75,7 +75,7 @@ class Waves:
         self._unread: list[Wave] = []
         self._number = 0
         self._step = 0
-        self._flags: torch.Tensor | None = None
+        self._damage = torch.zeros(2, dtype=torch.int64, device=buckets[0].values.device)
 
     @property
     def num_bytes(self) -> int:
@@ -88,16 +88,22 @@ class Waves:
         return self._lanes.encode.aside or self._lanes.encode.device.type == "cpu"
 
     def step(self, number: int, flags: torch.Tensor) -> None:
-        """The optimizer is about to write: earlier waves are void. `flags`: damage flags of all buckets."""
-        self.agree()
-        self._number, self._step, self._flags = 0, number, flags
+        """The optimizer is about to write: earlier waves are void. `flags`: damage flags of all buckets.
+
+        Nothing is being decoded: the caller's current stream has waited for that.
+        """
+        self._number, self._step = 0, number
+        if self.num_bytes:  # something was coded once
+            write_damage(self._damage, flags)
         for arena in self._arenas:
             arena.wave = None
 
-    def start_step(self) -> None:
-        """Encodes as much as there is room for, beside what runs now; or sends the counts of the probe alone."""
+    def start_step(self, first: GatherBucket | None = None) -> None:
+        """The step's first wave, of `first` before others, and the next: encoding begins after what the caller's
+        current stream holds now. Without anything to encode the counts of the probe are sent alone."""
         if self._number == 0:
-            self._start(None)
+            self._lanes.encode.after_compute()
+            self._start(first)
             self._start_next()
 
     def need(self, bucket: GatherBucket, piece: int) -> None:
@@ -166,11 +172,9 @@ class Waves:
         if len(self._unread) == NUM_ARENAS:
             self.agree(self._unread[0])
         lane, arena = self._lanes.encode, self._free_arena()
-        if self._number == 0:
-            lane.after_compute()
+        if arena.packed is not None:
+            lane.hold(arena.packed)
         with lane.enter():
-            if arena.packed is not None:
-                arena.packed.hold_compute()
             begin = lane.watch.begin()
             ticket = self._exchange.open()
             probed = self._decider is not None and self._decider.due
@@ -179,9 +183,9 @@ class Waves:
             wave = Wave(self._number, self._take(first), ticket, probed)
             self._encode(wave, arena)
             lane.watch.end("encode", begin)
-            # Told once a step, when nothing is being decoded: what a later wave would find, the next step tells.
-            flags = self._flags if self._number == 0 else None
-            self._exchange.start(ticket, self._step, self._decisions(wave), flags)
+            # Damage is told once a step: what a later wave would find, the next step tells.
+            damage = self._damage if self._number == 0 else None
+            self._exchange.start(ticket, self._step, self._decisions(wave), damage)
         self._number += 1
         self._unread.append(wave)
 
@@ -204,14 +208,20 @@ class Waves:
                 by_codec.setdefault(own.codec, []).append(own)
         codecs = wave.pieces[0][0].codecs
         for codec, segments in by_codec.items():
-            sizes = torch.zeros(len(segments), dtype=torch.int64, device=arena.buffer.device)
+            slots = [own.slot for own in segments]
+            sizes = self._exchange.sizes(wave.ticket, range(slots[0], slots[-1] + 1))
+            # Kernels are built for pointers to 16 bytes; other places and orders take two launches more.
+            straight = sizes.numel() == len(slots) and sizes.data_ptr() % 16 == 0
+            if not straight:
+                sizes = torch.zeros(len(slots), dtype=torch.int64, device=arena.buffer.device)
             codecs[codec].encode_many(
                 [own.words for own in segments],
                 [own.state for own in segments],
                 [own.payload for own in segments],
                 sizes,
             )
-            self._exchange.fill(wave.ticket, [own.slot for own in segments], sizes)
+            if not straight:
+                self._exchange.fill(wave.ticket, slots, sizes)
 
     def _decisions(self, wave: Wave) -> int:
         """A hash of what is about to be gathered and how; equal on all ranks of the group."""

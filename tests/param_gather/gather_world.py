@@ -64,7 +64,7 @@ class Model:
         self.expected = [torch.randn(n, generator=self.random).mul_(0.02).to(dtype) for n in sizes]
         self.values = [values.clone() for values in self.expected]
         self.ledger, lanes = Ledger(), make_lanes(device)
-        ring = Ring(tuning.num_slots, device, lanes.gather)
+        ring = Ring(tuning.num_slots, device)
         codecs = {name: make_codec(name, "auto", dtype, block_size) for name in ("delta", "exponent-reuse")}
         choose = codec if callable(codec) else lambda segment: codec
         buckets, slots = [], 0
