@@ -70,7 +70,11 @@ class LayerHooks:
                     return add(output_with_bias, residual, probability)
                 moved, self._residual = self._residual, None
                 if self._exchanges:
-                    return add(output_with_bias, exchange.arrive(moved).to(residual.dtype), probability)
+                    return add(
+                        output_with_bias,
+                        exchange.arrive(moved, residual.shape).to(residual.dtype),
+                        probability,
+                    )
                 output, bias = output_with_bias
                 return output if bias is None else output + bias
 

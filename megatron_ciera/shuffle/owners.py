@@ -7,7 +7,8 @@ are the same on every rank, on every device, and those of the twin in placement/
 
 import torch
 
-PRICE_ROUNDS = 8
+# More rounds win less than 0.1 points of locality on data/routing (8: 20.98 % against 20.90 %, top-6 at EP 8).
+PRICE_ROUNDS = 4
 
 
 def assign(scores: torch.Tensor) -> torch.Tensor:
@@ -22,7 +23,9 @@ def assign(scores: torch.Tensor) -> torch.Tensor:
     prices = priced.new_zeros((len(scores), scores.shape[1], 1))
     for _ in range(PRICE_ROUNDS):
         prices = prices + 0.5 * _threshold(priced - prices, room)
-    return _take(priced - prices, room)
+    priced = priced - prices
+    best, second = priced.topk(2, dim=1).values.unbind(1)
+    return take(priced, torch.argsort(second - best, dim=1, stable=True), room)
 
 
 def _threshold(priced: torch.Tensor, room: int) -> torch.Tensor:
@@ -34,9 +37,18 @@ def _threshold(priced: torch.Tensor, room: int) -> torch.Tensor:
     return advantage.topk(room, dim=2, sorted=False).values.amin(2, keepdim=True)
 
 
-def _take(priced: torch.Tensor, room: int) -> torch.Tensor:
-    best, second = priced.topk(2, dim=1).values.unbind(1)
-    order = torch.argsort(second - best, dim=1, stable=True)
+def take(priced: torch.Tensor, order: torch.Tensor, room: int) -> torch.Tensor:
+    """[B, N, s] scores, [B, s] tokens in the order in which they choose, places on a rank -> [B, s] owners."""
+    if priced.is_cuda:
+        from megatron_ciera.shuffle import take_kernel
+
+        if priced.shape[2] <= take_kernel.MOST_TOKENS:
+            return take_kernel.take(priced, order, room)
+    return take_reference(priced, order, room)
+
+
+def take_reference(priced: torch.Tensor, order: torch.Tensor, room: int) -> torch.Tensor:
+    """Twin of `take`: N rounds, in each of which every waiting token asks its best rank that has room."""
     in_line = priced.gather(2, order[:, None].expand_as(priced))
     ranks = torch.arange(priced.shape[1], device=priced.device)[:, None]
     left = torch.full_like(priced[:, :, :1], room, dtype=torch.int64)

@@ -11,25 +11,22 @@ from megatron_ciera.shuffle.layout import Move
 
 def reorder(x: torch.Tensor, source: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
     """[s, b, H] -> row `source[i]` at flat place i, same shape. `back` is the inverse of `source`."""
-    return _Reorder.apply(x, source, back)
+    # Shapes change out here: what an autograd function returns must be no view, or nobody may write to it.
+    return _Reorder.apply(x.reshape(len(source), -1), source, back).view(x.shape)
 
 
 class _Reorder(torch.autograd.Function):
     """Forward: rows by `source`. Backward: gradients by its inverse."""
 
     @staticmethod
-    def forward(ctx, x, source, back):
+    def forward(ctx, rows, source, back):
         ctx.save_for_backward(back)
-        return _rows(x, source)
+        return gather_rows(rows, source)
 
     @staticmethod
     def backward(ctx, grad):
         (back,) = ctx.saved_tensors
-        return _rows(grad, back), None, None
-
-
-def _rows(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return gather_rows(x.reshape(len(source), -1), source).view(x.shape)
+        return gather_rows(grad, back), None, None
 
 
 @dataclass
@@ -51,26 +48,26 @@ class Exchange:
         Called in front of attention, so that rows travel while it computes; in the backward pass autograd comes
         back to what was called first last, so that gradients travel while it computes as well.
         """
-        return _Depart.apply(rows, self)
+        return _Depart.apply(rows.reshape(len(self.move.send_order), -1), self)
 
-    def arrive(self, under_way: torch.Tensor) -> torch.Tensor:
-        """Waits for the rows and returns them, [s/N, b, H], in the new layout."""
-        return _Arrive.apply(under_way, self)
+    def arrive(self, under_way: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Waits for the rows and returns them in the new layout, in `shape` ([s/N, b, H])."""
+        return _Arrive.apply(under_way, self).view(shape)
 
     def start(self, rows: torch.Tensor, order: torch.Tensor, to: list[int], from_: list[int]) -> torch.Tensor:
-        """Sends rows of [s/N, b, H] in `order`; returns the buffer that they will arrive in."""
-        packed = gather_rows(rows.reshape(len(order), -1), order)
+        """Sends rows of [n, H] in `order`; returns the buffer that they will arrive in."""
+        packed = gather_rows(rows, order)
         received = torch.empty_like(packed)
         work = dist.all_to_all_single(received, packed, from_, to, group=self.group, async_op=True)
         self.work = work, packed
-        return received.view(rows.shape)
+        return received
 
     def finish(self, received: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         """Waits (the stream does, on a GPU) and puts the rows that arrived at their places."""
         work, _ = self.work
         work.wait()
         self.work = None
-        return _rows(received, place)
+        return gather_rows(received, place)
 
 
 class _Depart(torch.autograd.Function):

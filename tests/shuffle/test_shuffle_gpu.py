@@ -15,7 +15,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "columns", "tokens"), [(2, 1, 8192), (8, 2, 4096), (4, 3, 12)])
+@pytest.mark.parametrize(
+    ("ranks", "columns", "tokens"), [(2, 1, 8192), (8, 2, 4096), (4, 3, 12), (3, 1, 99), (2, 1, 65536)]
+)
 def test_a_replayed_plan_is_the_launched_one_and_that_of_the_cpu(ranks, columns, tokens):
     made, generator = random_tables(16, ranks, seed=1), torch.Generator().manual_seed(0)
     shape = Shape(tokens * columns, columns, ranks, ranks - 1)

@@ -1,5 +1,9 @@
 """Owners, layouts, moves, jobs, tables and counts: pure functions against slow twins and by hand."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +47,14 @@ def test_owners_are_those_of_the_twin_and_exactly_as_many(name):
         twin = assign_owners(by_token - crowding_prices(by_token, room, PRICE_ROUNDS), prices=False)
         assert np.array_equal(owners[column].numpy(), twin)
         assert np.array_equal(np.bincount(twin, minlength=ranks), room)
+
+
+def test_the_kernel_takes_what_its_twin_takes():
+    """In Triton's interpreter; compiled: test_shuffle_gpu.py."""
+    pytest.importorskip("triton", reason="needs Triton")
+    worker = Path(__file__).with_name("take_worker.py")
+    process = subprocess.run([sys.executable, worker], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0 and process.stdout.strip() == "equal", process.stderr[-3000:]
 
 
 def test_spill_counts_tokens_off_their_best_rank():
