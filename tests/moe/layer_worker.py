@@ -26,12 +26,14 @@ from megatron_ciera.moe.layer import attach_counter, attach_dispatcher, attach_p
 from megatron_ciera.moe.node_groups import make_node_groups  # noqa: E402
 
 TOKENS, HIDDEN, FFN = 48, 64, 32
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 # name -> (topk, experts, changes of the config, how tokens are routed)
 CASES = {
     "top2": (2, 8, {}, "free"),
     "top6": (6, 16, {}, "free"),
     "top1": (1, 8, {"moe_router_pre_softmax": True}, "free"),
     "hot expert": (2, 8, {}, "hot"),
+    "exact ties": (3, 8, {}, "ties"),
     "one rank gets everything": (2, 8, {}, "first rank"),
     "capacity": (2, 8, {"moe_expert_capacity_factor": 0.5}, "hot"),
     "padded capacity": (
@@ -53,6 +55,7 @@ CASES = {
         },
         "free",
     ),
+    "selective recompute": (6, 16, SELECTIVE, "free"),
     "shared expert": (2, 8, {"moe_shared_expert_intermediate_size": 32}, "free"),
     "overlapped shared expert": (
         2,
@@ -100,7 +103,10 @@ def inputs(layer, routing):
     with torch.no_grad():
         generator = torch.Generator().manual_seed(5)
         layer.router.weight.copy_(torch.randn(layer.router.weight.shape, generator=generator) * 0.3)
-        if routing != "free":
+        if routing == "ties":
+            # Experts in pairs of the same logit: the third one of a token is always a tie.
+            layer.router.weight[1::2] = layer.router.weight[::2]
+        elif routing != "free":
             # One feature that is always on decides for some experts.
             hidden[..., 0] = 8.0
             favoured = [1] if routing == "hot" else range(layer.num_local_experts)
@@ -213,6 +219,13 @@ def run_case(topk, experts, changes, routing, placed, nodes=None):
         "recompute": same_bits(found, step(ours, hidden, grad, recompute=True)),
         "counted_three_times": int(counter.table[:, 0].sum()) == 3 * distinct_pairs(ours, selected, map_),
     }
+    if changes is SELECTIVE:
+        without = build(topk, experts, {})
+        inputs(without, routing)
+        attach_dispatcher(without, nodes)
+        if placed:
+            attach_placement(without).copy_(map_)
+        result["recompute"] += same_bits(found, step(without, hidden, grad))
     with torch.no_grad():
         ours(hidden)
     ours.eval()
@@ -246,6 +259,8 @@ def stock_with_placement(dispatcher):
 
 
 def main(out: Path) -> None:
+    # Memory from torch.empty is filled with NaN and large integers.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group("gloo")
     results = {}
     for expert_parallel in (2, 4):

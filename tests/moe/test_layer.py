@@ -26,7 +26,7 @@ def dispatched(results):
 
 
 def test_every_rank_ran_every_case(results):
-    assert all(len(of_rank) == 59 for of_rank in results)
+    assert all(len(of_rank) == 69 for of_rank in results)
 
 
 def test_rows_sent_are_the_distinct_pairs(results):
@@ -41,7 +41,7 @@ def test_two_hops_send_one_row_to_a_node(results):
         if result["hops"] is not None:
             assert result["hops"] == result["expected_hops"], case
             checked += 1
-    assert checked == 4 * 11
+    assert checked == 4 * 13
 
 
 def test_repeating_and_recomputing_give_the_same_bits(results):
@@ -63,7 +63,7 @@ def test_within_twice_the_error_of_plain_bf16(results):
         for name, error in result.get("error", {}).items():
             assert error <= 2 * result["stock_error"][name], (case, name)
             compared += 1
-    assert compared == 4 * 5 * 5 * 5
+    assert compared == 4 * 6 * 5 * 5
 
 
 def test_close_to_stock_where_there_is_no_dense_twin(results):

@@ -161,7 +161,7 @@ def test_one_expert_parallel_rank_computes_the_same(folder, train, run_a, stock)
     run = train("one_rank", *words, expert_parallel=1, script=PLAIN)
     assert run.iterations[0]["losses"] == stock.iterations[2]["losses"]
     saved, given = checkpoint(folder / "one", 3), checkpoint(folder / "under_a", 2)
-    assert len(saved) > 10
+    assert sum("experts" in name for name in saved) == 2
     for name in saved:
         assert torch.equal(saved[name].view(torch.uint8), given[name].view(torch.uint8)), name
 
@@ -176,7 +176,7 @@ def test_experts_that_move_while_the_last_checkpoint_is_written(folder, train):
     train("unmoved", *words, "--save", folder / "unmoved_saved", BY_EXPERT, expert_parallel=4)
     saved = ["--save", folder / "moved_saved", "--async-save"]
     moved = train("moved", *words, *fit.split(), *saved, expert_parallel=4)
-    assert "fit of iteration 2, applied after iteration 2: experts moved in 2 of 2 layers" in moved.output
+    assert re.search(r"applied after iteration 2: experts moved in [12] of 2 layers", moved.output)
     for iteration in (1, 2):
         first, second = (checkpoint(folder / f"{run}_saved", iteration) for run in ("unmoved", "moved"))
         same_checkpoint(first, second)
@@ -201,6 +201,18 @@ def test_other_layouts_read_every_value(folder, train, run_a, layout):
     if "expert-model" in layout:
         assert "expert-parallel size 2, this run has 4: experts start contiguous" in run.output
     same_checkpoint(checkpoint(folder / "under_a", 3), checkpoint(saved, 3))
+
+
+@pytest.mark.slow
+def test_from_two_ranks_to_four_and_back(folder, train, run_a):
+    """Other placements at each size; at the end every value is that of the first checkpoint."""
+    write_placement(folder / "four.json", 4, 2)
+    write_placement(folder / "two.json", 2, 3)
+    words = ["--save", folder / "four", *resume(folder / "under_a", 3)]
+    train("at_four", *placed(folder, "four"), *words, expert_parallel=4)
+    same_checkpoint(checkpoint(folder / "under_a", 3), checkpoint(folder / "four", 3))
+    train("at_two", *placed(folder, "two"), "--save", folder / "two", *resume(folder / "four", 3))
+    same_checkpoint(checkpoint(folder / "under_a", 3), checkpoint(folder / "two", 3))
 
 
 def test_a_fit_in_the_run_removes_rows_and_no_bit_changes(train):
