@@ -21,7 +21,7 @@ from .ans_format import chunk_values, num_chunks
 from .container import CODEC_IDS, CODER_IDS, VERSION, num_hash_blocks
 from .packed_triton import aligned_words, check_outs
 from .plans import Blocks, Kept, list_blocks, to_device
-from .words import HASH_BLOCK, HASH_MULTIPLIERS
+from .words import HASH_BLOCK, position_factors
 
 _PARTS = 16  # programs that move one chunk
 _SPARE_BYTES = 4096
@@ -66,7 +66,7 @@ def list_chunks(counts: Sequence[int], device: torch.device) -> ChunkPlan:
     wide = to_device(np.stack([starts, lengths, capacities, np.arange(segment.size)]), device)
     narrow = to_device(np.stack([segment, index]).astype(np.int32), device)
     return ChunkPlan(
-        list_blocks(counts, HASH_BLOCK, device),
+        list_blocks(counts, device),
         *narrow.unbind(),
         *wide.unbind(),
         first_block,
@@ -86,7 +86,7 @@ class AnsOnGpu:
         """``library``: a batched coder, see NvcompAns."""
         self.library, self.coder_version = library, library.version
         self.kept_plans = Kept()
-        self.multipliers = torch.from_numpy(HASH_MULTIPLIERS.view(np.int32)).to(self.device)
+        self.multipliers = torch.from_numpy(position_factors(self.fmt).view(np.int32)).to(self.device)
         self.identity = (
             VERSION | CODEC_IDS[self.name] << 8 | CODER_IDS["nvcomp"] << 16 | self.fmt.dtype_id << 24
         )

@@ -8,7 +8,7 @@ import numpy as np
 from .words import HASH_BLOCK, WordFormat, block_hashes
 
 MAGIC = 0x41524943  # "CIRA" in little-endian bytes
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 CODEC_IDS = {"exponent-reuse": 1, "delta": 2}
 CODER_IDS = {"ans": 1, "packed": 2, "nvcomp": 3}

@@ -11,7 +11,8 @@ import torch
 
 MAJOR = 6  # of the API below; the bitstream differs between majors as well
 _LIBRARY = f"libnvcomp.so.{MAJOR}"
-_BACKEND_CUDA, _TYPE_CHAR, _STATES_PER_LANE = 2, 0, 2
+_BACKEND_CUDA, _TYPE_CHAR = 2, 0
+_STATES_PER_LANE = 1  # two are 4 % faster and cost 0.02 bits with large chunks, 0.1 with small ones
 _HISTOGRAM_REDUCTION_LOG2 = 4  # frequencies from every 16th slice: 15 % faster for 0.02 bits
 
 

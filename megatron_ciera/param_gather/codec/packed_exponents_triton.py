@@ -1,7 +1,6 @@
 """`exponent-reuse` with the `packed` coder as Triton kernels, for NVIDIA and AMD. Twin:
 packed_exponents.py."""
 
-from ..kernels.delta_packed_encode import write_totals
 from ..kernels.exponents_packed import decode_exponents, encode_exponents, hash_exponents, start_payloads
 from .container import num_hash_blocks
 from .packed_exponents import PackedExponentReuse
@@ -47,7 +46,6 @@ class PackedExponentReuseTriton(TritonPlans, PackedExponentReuse):
                     ALIGNED=True,
                     **self.encode_options,
                 )
-        write_totals[(len(words),)](table, sizes, num_warps=1)
 
     def decode_apply_many(self, payloads, words, flags):
         if not words:

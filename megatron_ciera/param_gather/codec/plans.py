@@ -26,13 +26,12 @@ class BlockList:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of segments of given lengths. Whole blocks and tails are launched apart: tails need
-    masks."""
+    """The blocks of segments of given lengths. Kernels that need masks for tails launch them apart from whole
+    blocks; others take ``every``, where a segment without values has one empty block."""
 
     whole: BlockList
     tails: BlockList
-    region_segment: torch.Tensor  # int32 [regions], at least one a segment
-    first_region: np.ndarray  # int64 [segments]
+    every: BlockList
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -42,20 +41,20 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def list_blocks(counts: Sequence[int], region_values: int, device: torch.device) -> Blocks:
-    """The blocks of segments with these numbers of values; a region is ``region_values`` values of one
-    segment."""
-    lengths, segments = np.array(counts, np.int64), np.arange(len(counts))
+def list_blocks(counts: Sequence[int], device: torch.device) -> Blocks:
+    """The blocks of segments with these numbers of values."""
+    lengths = np.array(counts, np.int64)
     whole, tails = lengths // HASH_BLOCK, np.flatnonzero(lengths % HASH_BLOCK)
-    whole_segment = np.repeat(segments, whole)
-    whole_index = np.arange(whole_segment.size) - np.repeat(np.cumsum(whole) - whole, whole)
-    regions = np.maximum(-(-lengths // region_values), 1)
-    parts = [whole_segment, whole_index, tails, whole[tails], np.repeat(segments, regions)]
+    parts = [*_numbered(whole), tails, whole[tails], *_numbered(np.maximum(-(-lengths // HASH_BLOCK), 1))]
     uploaded = to_device(np.concatenate(parts).astype(np.int32), device)
     split = torch.tensor_split(uploaded, np.cumsum([part.size for part in parts])[:-1].tolist())
-    return Blocks(
-        BlockList(split[0], split[1]), BlockList(split[2], split[3]), split[4], np.cumsum(regions) - regions
-    )
+    return Blocks(*(BlockList(*split[first : first + 2]) for first in (0, 2, 4)))
+
+
+def _numbered(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(segment, index in the segment) of every block, for these numbers of blocks a segment."""
+    segment = np.repeat(np.arange(blocks.size), blocks)
+    return segment, np.arange(segment.size) - np.repeat(np.cumsum(blocks) - blocks, blocks)
 
 
 def is_aligned(tensors: Sequence[torch.Tensor]) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 HASH_BLOCK = 4096  # values covered by one verification hash
+HASH_LANES, HASH_ROW_FACTOR = 64, 0x9E3779B1
 _SPLITMIX_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # two independent streams: digits of pi
 
 
@@ -115,28 +116,50 @@ def exponent_hashes(exponent: np.ndarray, block_size: int) -> np.ndarray:
     return np.stack(streams, axis=1)
 
 
-def _hash_multipliers() -> np.ndarray:
-    index = np.arange(HASH_BLOCK, dtype=np.uint64)
-    mixed = splitmix64((index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+def _lane_factors() -> np.ndarray:
+    index = np.arange(1, HASH_LANES + 1, dtype=np.uint64)
+    mixed = splitmix64(index * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 
 
-HASH_MULTIPLIERS = _hash_multipliers()  # odd, one for each position in a hash block
+def _hash_factors() -> np.ndarray:
+    rows = [pow(HASH_ROW_FACTOR, row + 1, 2**32) for row in range(HASH_BLOCK // HASH_LANES)]
+    quads = np.array(rows, np.uint32).reshape(-1, 1, 4)
+    return (quads * LANE_FACTORS[:, None]).reshape(-1)
+
+
+LANE_FACTORS = _lane_factors()  # odd
+# Odd, of 32-bit word 4 · (q · HASH_LANES + t) + j of a hash block: LANE_FACTORS[t] · HASH_ROW_FACTOR^(4q + j + 1).
+HASH_FACTORS = _hash_factors()
+
+
+def position_factors(fmt: WordFormat) -> np.ndarray:
+    """What each word of a hash block is multiplied with: uint32 [HASH_BLOCK]. Two 16-bit words are one
+    32-bit word, the first one its low half."""
+    if fmt.itemsize == 4:
+        return HASH_FACTORS
+    low = HASH_FACTORS[: HASH_BLOCK // 2]
+    return np.stack([low, low << np.uint32(16)], axis=1).reshape(-1)
 
 
 def block_hashes(words: np.ndarray) -> np.ndarray:
-    """Verification hash of every HASH_BLOCK words: uint32 [num_blocks], wrapping sum of word ·
-    multiplier[position].
+    """Verification hash of every HASH_BLOCK words (uint16 or uint32): uint32 [num_blocks], the wrapping sum of
+    the block's 32-bit words times their factors; a last odd 16-bit word is padded with zero.
 
-    Multipliers are odd, so one wrong word always shows; several wrong words escape with probability about
-    2^-32.
+    Factors are odd, so one wrong word always shows; several wrong words escape with probability about 2^-32.
     """
     full = words.size // HASH_BLOCK
     result = np.empty(-(-words.size // HASH_BLOCK), np.uint32)
-    for first in range(0, full, 16):  # 16 blocks at a time stay in cache
-        rows = words[first * HASH_BLOCK : min(first + 16, full) * HASH_BLOCK].reshape(-1, HASH_BLOCK)
-        result[first : first + len(rows)] = np.einsum("ij,j->i", rows.astype(np.uint32), HASH_MULTIPLIERS)
+    if full:
+        whole = words[: full * HASH_BLOCK]
+        if whole.ctypes.data % 4:
+            whole = whole.copy()
+        rows = whole.view(np.uint32).reshape(full, -1)
+        for first in range(0, full, 16):  # 16 blocks at a time stay in cache
+            part = rows[first : first + 16]
+            result[first : first + len(part)] = np.einsum("ij,j->i", part, HASH_FACTORS[: rows.shape[1]])
     if full < result.size:
-        tail = words[full * HASH_BLOCK :].astype(np.uint32)
-        result[full] = (tail * HASH_MULTIPLIERS[: tail.size]).sum(dtype=np.uint32)
+        tail = words[full * HASH_BLOCK :]
+        tail = np.concatenate([tail, np.zeros(tail.size % 2, tail.dtype)]).view(np.uint32)
+        result[full] = (tail * HASH_FACTORS[: tail.size]).sum(dtype=np.uint32)
     return result

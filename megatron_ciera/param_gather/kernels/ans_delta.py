@@ -16,8 +16,8 @@ from .ans_chunks import (
     fixed_start,
 )
 from .bits import HASH_BLOCK, row_ranks, signed_code, upper_half, wrapping_sum
-from .delta_packed_decode import header_is_right
-from .delta_packed_encode import typed_pointer
+from .delta_packed_decode import header_is_right, report_damage
+from .lanes import typed_pointer
 
 
 @triton.jit
@@ -209,5 +209,4 @@ def apply_symbols(
                 tl.store(words + place, half_here.to(tl.int16), mask=there)
             first += 128
     else:
-        tl.atomic_add(flags + 2 * segment, 1, sem="relaxed")
-        tl.atomic_min(flags + 2 * segment + 1, block, sem="relaxed")
+        report_damage(flags + 2 * segment, block)

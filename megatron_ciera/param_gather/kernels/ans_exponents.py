@@ -7,9 +7,9 @@ import triton.language as tl
 
 from .ans_chunks import COLUMNS, available_symbols, chunk_table, fixed_start
 from .bits import HASH_BLOCK, wrapping_sum
-from .delta_packed_decode import header_is_right
-from .delta_packed_encode import typed_pointer
+from .delta_packed_decode import header_is_right, report_damage
 from .exponents_packed import exponent_hash, load_rest, rows_of_blocks, store_rest
+from .lanes import typed_pointer
 
 
 @triton.jit
@@ -178,5 +178,4 @@ def merge_exponents(
         else:
             tl.store(words + position, stored, mask=valid)
     else:
-        tl.atomic_add(flags + 2 * segment, 1, sem="relaxed")
-        tl.atomic_min(flags + 2 * segment + 1, block, sem="relaxed")
+        report_damage(flags + 2 * segment, block)

@@ -8,16 +8,26 @@ payload's bytes and nothing is stored before a block's hash was found right.
 import triton
 import triton.language as tl
 
-from .bits import (
-    HASH_BLOCK,
-    apply_zigzag,
-    clip_width,
-    load_bit_window,
-    split_chunks,
-    upper_half,
-    wrapping_sum,
+from .bits import HASH_BLOCK, wrapping_sum
+from .delta_packed_encode import copy_words
+from .lanes import (
+    LANES,
+    POSITION_BITS,
+    RAW_MODE,
+    SAME_MODE,
+    STEP,
+    TAIL_WORDS,
+    VALUES,
+    body_start,
+    exponent_of,
+    flag_bit,
+    hash_quad,
+    load_pairs,
+    load_quad,
+    position_factor,
+    store_quad,
+    typed_pointer,
 )
-from .delta_packed_encode import RAW_MODE, SAME_MODE, body_start, typed_pointer
 
 DECODE_COLUMNS = tl.constexpr(4)
 
@@ -37,170 +47,269 @@ def header_is_right(payload, num_bytes, count, identity, block_size, coder_versi
 
 
 @triton.jit
-def load_codes(base, bits_before, chunk_bits, there, CHUNKS: tl.constexpr):
-    """The 32-bit window of every chunk: uint32 [R, K]. ``chunk_bits`` is a tuple of K tensors."""
-    first = load_bit_window(base, bits_before, there)
-    second = load_bit_window(base, bits_before + chunk_bits[0], there)
-    if CHUNKS == 2:
-        return tl.join(first, second)
-    else:
-        third_start = bits_before + chunk_bits[0] + chunk_bits[1]
-        third = load_bit_window(base, third_start, there)
-        fourth = load_bit_window(base, third_start + chunk_bits[2], there)
-        return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [first.shape[0], 4])
+def report_damage(flags, block):
+    tl.atomic_add(flags, 1, sem="relaxed")
+    tl.atomic_min(flags + 1, block, sem="relaxed")
 
 
 @triton.jit
+def check_words(words, wanted, word_factors, WORDS: tl.constexpr):
+    """Whether a whole block of 32-bit words has the hash ``wanted``."""
+    lane = tl.arange(0, STEP)
+    hashed = tl.zeros([STEP], tl.int32)
+    for first in range(0, WORDS, STEP):
+        hashed += tl.load(words + first + lane) * tl.load(word_factors + first + lane)
+    return wrapping_sum(hashed) == wanted
+
+
+@triton.jit
+def decode_coded(
+    payload,
+    offset,
+    room,
+    layout,
+    words,
+    wanted,
+    lane_factors,
+    word_factors,
+    WORD32: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAX_WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """A coded block, ``offset`` 32-bit words into the payload, with ``room`` words from there to its end.
+    Returns whether it was right and is stored."""
+    lane = tl.arange(0, LANES)
+    num_escapes = layout & 0xFFFF
+    centre = (layout >> 16) & 0xFF
+    step = (layout >> 24) & 0xFF
+    body = payload + offset
+    flags = body + LANES // 4
+    lows = flags + VALUES // 32 * LANES
+    fixed_words = LANES // 4 + VALUES // 32 * LANES
+    if WORD32:
+        fixed_words += HASH_BLOCK // 2
+    records = body + fixed_words
+    lane_words = tl.load(body.to(tl.pointer_type(tl.uint8), bitcast=True) + lane).to(tl.int32)
+    stream_start = fixed_words + num_escapes + tl.cumsum(lane_words, 0) - lane_words
+    # No lane's codes reach further than TAIL_WORDS. One whose place is wrong reads the payload's front.
+    stream = payload + tl.where(stream_start + TAIL_WORDS <= room, offset + stream_start, 0)
+
+    # Step 1: codes to words; values with a record keep their old upper half for now.
+    new_pairs = ()
+    place = tl.zeros([LANES], tl.int32)
+    hashed = tl.zeros([LANES], tl.int32)
+    for g in tl.static_range(VALUES // 8):
+        if g % 4 == 0:
+            near = tl.load(flags + g // 4 * LANES + lane)
+        old_pairs = load_pairs(words, lane, g, WORD32)
+        group = ()
+        for c in tl.static_range(8 // CHUNK):
+            here = stream + (place >> 5)
+            low = tl.load(here).to(tl.uint32, bitcast=True).to(tl.uint64)
+            high = tl.load(here + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+            window = ((low | (high << 32)) >> (place & 31).to(tl.uint64)).to(tl.uint32)
+            done = ()
+            for i in tl.static_range(CHUNK // 2):  # the last value's code comes first
+                old_pair = old_pairs[(c + 1) * (CHUNK // 2) - 1 - i]
+                moved = ()
+                for k in tl.static_range(2):
+                    exponent = exponent_of(old_pair, 1 - k, SHIFT, MASK)
+                    b = tl.minimum(tl.maximum(centre - exponent, 0), MAX_WIDTH)
+                    a = tl.maximum(b - step, 0)
+                    is_near = (near & flag_bit(31 - (g * 8 + (c + 1) * CHUNK - 1 - 2 * i - k) % 32)) != 0
+                    width = tl.where(is_near, a, b)
+                    z = window.to(tl.int32, bitcast=True) & ~(-1 << width)
+                    z += tl.where(is_near, 0, 1 << a)
+                    window = window >> width.to(tl.uint32)
+                    place += width
+                    difference = (z >> 1) ^ -(z & 1)
+                    moved = moved + (old_pair + (difference << (16 * (1 - k))),)
+                done = ((moved[1] & 0xFFFF) | (moved[0] & -65536),) + done
+            group = group + done
+        new_pairs = new_pairs + group
+        if WORD32:
+            lows4 = load_quad(lows, lane, g)
+            hashed += hash_quad(2 * g, *words_of(group[0], lows4[0]), *words_of(group[1], lows4[1]))
+            hashed += hash_quad(2 * g + 1, *words_of(group[2], lows4[2]), *words_of(group[3], lows4[3]))
+        else:
+            hashed += hash_quad(g, group[0], group[1], group[2], group[3])
+    hashed *= tl.load(lane_factors + lane)
+
+    # Step 2: the hash is a sum, to which records add their differences.
+    first_record = num_escapes * 0
+    while first_record < num_escapes:
+        index = first_record + lane
+        there = index < num_escapes
+        record = tl.load(records + index, mask=there, other=0)
+        factor = position_factor(word_factors, record & (HASH_BLOCK - 1), there, WORD32)
+        if WORD32:
+            factor = factor << 16
+        hashed += (record >> POSITION_BITS) * factor
+        first_record += LANES
+    good = wrapping_sum(hashed) == wanted
+
+    # Step 3: store.
+    if good:
+        for g in tl.static_range(VALUES // 8):
+            first, second = new_pairs[4 * g], new_pairs[4 * g + 1]
+            third, fourth = new_pairs[4 * g + 2], new_pairs[4 * g + 3]
+            if WORD32:
+                lows4 = load_quad(lows, lane, g)
+                store_quad(words, lane, 2 * g, *words_of(first, lows4[0]), *words_of(second, lows4[1]), None)
+                store_quad(
+                    words, lane, 2 * g + 1, *words_of(third, lows4[2]), *words_of(fourth, lows4[3]), None
+                )
+            else:
+                store_quad(words, lane, g, first, second, third, fourth, None)
+        if num_escapes > 0:
+            tl.debug_barrier()  # records change what the lines above stored
+            halves = words.to(tl.pointer_type(tl.int16), bitcast=True)
+            first_record = num_escapes * 0
+            while first_record < num_escapes:
+                index = first_record + lane
+                there = index < num_escapes
+                record = tl.load(records + index, mask=there, other=0)
+                position = record & (HASH_BLOCK - 1)
+                if WORD32:
+                    position = 2 * position + 1
+                half = tl.load(halves + position, mask=there, other=0) + (record >> POSITION_BITS)
+                tl.store(halves + position, half.to(tl.int16), mask=there)
+                first_record += LANES
+    return good
+
+
+@triton.jit
+def words_of(pair, low_pair):
+    """The two fp32 words of a pair of upper and one of lower halves."""
+    return (low_pair & 0xFFFF) | (pair << 16), ((low_pair >> 16) & 0xFFFF) | (pair & -65536)
+
+
+@triton.jit
+def decode_raw(body, words, wanted, word_factors, WORDS: tl.constexpr):
+    """A whole block that is stored as it is. Returns whether it was right and is stored."""
+    good = check_words(body, wanted, word_factors, WORDS)
+    if good:
+        copy_words(body, words, WORDS)
+    return good
+
+
+@triton.jit
+def decode_tail(body, room, mode, words, length, wanted, word_factors, WORD32: tl.constexpr):
+    """The last block of a segment that is not whole: unchanged or raw. Returns whether it was right."""
+    lane = tl.arange(0, STEP)
+    is_raw = mode == RAW_MODE
+    there = room if WORD32 else room * 2
+    good = is_raw & (length <= there) | (mode == SAME_MODE)
+    source = words
+    if is_raw:
+        source = body
+    hashed = tl.zeros([STEP], tl.int32)
+    end = tl.where(good, length, 0)
+    first = length * 0
+    while first < end:
+        position = first + lane
+        word = tl.load(source + position, mask=position < length, other=0).to(tl.int32)
+        if not WORD32:
+            word &= 0xFFFF
+        hashed += word * position_factor(word_factors, position, position < length, WORD32)
+        first += STEP
+    good &= wrapping_sum(hashed) == wanted
+    end = tl.where(good & is_raw, length, 0)
+    first = length * 0
+    while first < end:
+        position = first + lane
+        word = tl.load(source + position, mask=position < length, other=0)
+        tl.store(words + position, word, mask=position < length)
+        first += STEP
+    return good
+
+
+@triton.jit(
+    do_not_specialize=["identity", "block_size"],
+    do_not_specialize_on_alignment=["table", "block_segment", "block_index", "flags"],
+)
 def decode_blocks(
     table,
     block_segment,
     block_index,
     flags,
-    multipliers,
+    lane_factors,
+    word_factors,
     identity,
     block_size,
     WORD32: tl.constexpr,
     CHUNK: tl.constexpr,
-    MAX_A: tl.constexpr,
-    MAX_B: tl.constexpr,
-    EXPONENT_SHIFT: tl.constexpr,
-    EXPONENT_MASK: tl.constexpr,
-    FULL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    MAX_WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
 ):
-    """One program a block of HASH_BLOCK values; FULL promises that the block is whole."""
-    ROWS: tl.constexpr = HASH_BLOCK // 8
-    CHUNKS: tl.constexpr = 8 // CHUNK
+    """One program a block; an empty segment has one empty block."""
+    RAW_WORDS: tl.constexpr = HASH_BLOCK if WORD32 else HASH_BLOCK // 2
     pid = tl.program_id(0)
     segment = tl.load(block_segment + pid)
     block = tl.load(block_index + pid)
     entry = table + segment * DECODE_COLUMNS
-    payload = tl.load(entry).to(tl.pointer_type(tl.uint32))
+    address = tl.load(entry)
+    payload = address.to(tl.pointer_type(tl.int32))
     num_bytes = tl.load(entry + 1)
-    words = typed_pointer(tl.load(entry + 2), WORD32, ALIGNED)
+    target = tl.load(entry + 2)
     count = tl.load(entry + 3)
     start = block.to(tl.int64) * HASH_BLOCK
+    target += start * (4 if WORD32 else 2)
     length = tl.minimum(count - start, HASH_BLOCK).to(tl.int32)
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, 8)[None, :]
-    position = row[:, None] * 8 + column
-    words += start
-    if FULL:
-        old = tl.load(words + position)
-    else:
-        valid = position < length
-        old = tl.load(words + position, mask=valid, other=0)
 
-    # Step 1: header and descriptor. Of a payload that does not fit, nothing is believed.
-    good = header_is_right(payload, num_bytes, count, identity, block_size)
+    # Of a payload that does not fit, nothing is believed.
+    good = (num_bytes >= body_start(count) + TAIL_WORDS * 4) & header_is_right(
+        payload.to(tl.pointer_type(tl.uint32), bitcast=True), num_bytes, count, identity, block_size
+    )
+    good &= length > 0
     num_blocks = (count + HASH_BLOCK - 1) // HASH_BLOCK
     wanted = tl.load(payload + 16 + block, mask=good, other=0)
     descriptor = payload + 16 + num_blocks + 2 * block.to(tl.int64)
-    offset = tl.load(descriptor, mask=good, other=0).to(tl.int64)
-    layout = tl.load(descriptor + 1, mask=good, other=SAME_MODE)
-    mode = (layout & 0xFFFF).to(tl.int32)
-    is_same = mode == SAME_MODE
-    is_raw = mode == RAW_MODE
-    coded = (is_same == 0) & (is_raw == 0)
-    # Unchanged blocks are coded blocks without bits: centres of 0 make every width 0.
-    c1 = tl.where(coded, (layout >> 16) & 0xFF, 0).to(tl.int32)
-    c2 = tl.where(coded, layout >> 24, 0).to(tl.int32)
-    num_escapes = tl.where(coded, mode, 0)
-    good &= num_escapes <= length
-    num_escapes = tl.minimum(num_escapes, length)
+    offset = tl.load(descriptor, mask=good, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+    layout = tl.load(descriptor + 1, mask=good, other=0)
+    mode = layout & 0xFFFF
     room = tl.minimum(tl.maximum(num_bytes // 4 - offset, 0), 1 << 20).to(tl.int32)
     body = payload + offset
-
-    # Step 2: widths from the old exponents and the flags, places from one prefix sum, codes.
-    flag_words = tl.where(coded, (length + 31) // 32, 0)
-    flags_here = tl.load(
-        body.to(tl.pointer_type(tl.uint8), bitcast=True) + row,
-        mask=row < 4 * tl.minimum(flag_words, room),
-        other=0,
-    )
-    far = (flags_here.to(tl.int32)[:, None] >> column) & 1
-    old_half = upper_half(old, WORD32)
-    exponent = (old_half >> EXPONENT_SHIFT) & EXPONENT_MASK
-    a = clip_width(c1, exponent, MAX_A)
-    width = tl.where(far != 0, clip_width(c2, exponent, MAX_B), a)
-    if not FULL:
-        width = tl.where(valid, width, 0)
-    width_in_chunk = tl.reshape(width, [ROWS, CHUNKS, CHUNK])
-    inside = tl.cumsum(width_in_chunk, 2) - width_in_chunk
-    chunk_bits = tl.sum(width_in_chunk, 2)
-    row_bits = tl.sum(chunk_bits, 1)
-    bits_before = tl.cumsum(row_bits, 0) - row_bits
-    code_words = (tl.sum(row_bits, 0) + 31) // 32
-    escapes = body + flag_words + code_words
-    needed = flag_words + code_words + num_escapes
-    low_start = needed
-    if WORD32:
-        needed += tl.where(coded, (length + 1) // 2, 0)
-    # Chunk windows reach two words beyond the codes; the zeros behind the last block are there for that.
-    good &= is_raw | is_same | (needed + 2 <= room)
-    window = load_codes(
-        body + flag_words, bits_before, split_chunks(chunk_bits, CHUNKS), good & coded, CHUNKS
-    )
-    codes = (window[:, :, None] >> (inside & 31).to(tl.uint32)).to(tl.int32, bitcast=True)
-    code = tl.reshape(codes, [ROWS, 8]) & ((1 << width) - 1)
-    half = apply_zigzag(code + (far << a), old_half)
-    if WORD32:
-        low_words = (body + low_start).to(tl.pointer_type(tl.uint16), bitcast=True)
-        low = tl.load(low_words + position, mask=good & coded & (position < length), other=0)
-        new = (half << 16) | tl.where(coded, low.to(tl.int32), old & 0xFFFF)
-    else:
-        new = half & 0xFFFF
-    if is_raw:
-        raw_there = room if WORD32 else room * 2
-        good &= length <= raw_there
-        raw_words = (payload + offset).to(tl.pointer_type(tl.int32 if WORD32 else tl.uint16), bitcast=True)
-        new = tl.load(raw_words + position, mask=position < tl.minimum(length, raw_there), other=0).to(
-            tl.int32
-        )
-
-    # Step 3: hash of the new words, a sum. Escapes decoded to their old words; their part is put right.
-    hashed = wrapping_sum(tl.sum(new * tl.load(multipliers + position), 1))
-    lane = tl.arange(0, 128)
-    first = num_escapes * 0
-    while first < num_escapes:
-        index = first + lane
-        there = (index < num_escapes) & good
-        escape = tl.load(escapes + index, mask=there, other=0)
-        place = (escape & 0xFFFF).to(tl.int32)
-        outside = tl.sum((there & (place >= length)).to(tl.int32), 0)
-        there &= place < length
-        old_here = upper_half(tl.load(words + place, mask=there, other=0), WORD32) & 0xFFFF
-        difference = (escape >> 16).to(tl.int32) - old_here
-        if WORD32:
-            difference = difference << 16
-        factor = tl.load(multipliers + place, mask=there, other=0)
-        hashed += wrapping_sum(tl.where(there, difference * factor, 0))
-        good &= outside == 0
-        first += 128
-    good &= hashed.to(tl.uint32, bitcast=True) == wanted
-
-    # Step 4: store, or report.
+    words = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
     if good:
-        if is_same == 0:
-            stored = new if WORD32 else new.to(tl.int16)
-            if FULL:
-                tl.store(words + position, stored)
-            else:
-                tl.store(words + position, stored, mask=valid)
-            tl.debug_barrier()  # escapes overwrite what the line above stored
-            first = num_escapes * 0
-            while first < num_escapes:
-                index = first + lane
-                there = index < num_escapes
-                escape = tl.load(escapes + index, mask=there, other=0)
-                place = (escape & 0xFFFF).to(tl.int32)
-                half_here = (escape >> 16).to(tl.int32)
-                if WORD32:
-                    low_here = tl.load(low_words + place, mask=there, other=0).to(tl.int32)
-                    tl.store(words + place, (half_here << 16) | low_here, mask=there)
-                else:
-                    tl.store(words + place, half_here.to(tl.int16), mask=there)
-                first += 128
-    else:
-        tl.atomic_add(flags + 2 * segment, 1, sem="relaxed")
-        tl.atomic_min(flags + 2 * segment + 1, block, sem="relaxed")
+        if length < HASH_BLOCK:
+            good = decode_tail(
+                typed_pointer(address + offset * 4, WORD32, False),
+                room,
+                mode,
+                typed_pointer(target, WORD32, False),
+                length,
+                wanted,
+                word_factors,
+                WORD32,
+            )
+        elif mode == SAME_MODE:
+            good = check_words(words, wanted, word_factors, RAW_WORDS)
+        elif mode == RAW_MODE:
+            good = room >= RAW_WORDS
+            if good:
+                good = decode_raw(body, words, wanted, word_factors, RAW_WORDS)
+        else:
+            FIXED: tl.constexpr = LANES // 4 + VALUES // 32 * LANES + (HASH_BLOCK // 2 if WORD32 else 0)
+            good = (mode <= HASH_BLOCK) & (FIXED + mode <= room)
+            if good:
+                good = decode_coded(
+                    payload,
+                    offset,
+                    room,
+                    layout,
+                    words,
+                    wanted,
+                    lane_factors,
+                    word_factors,
+                    WORD32,
+                    CHUNK,
+                    MAX_WIDTH,
+                    SHIFT,
+                    MASK,
+                )
+    if (good == 0) & (length > 0):
+        report_damage(flags + 2 * segment, block)

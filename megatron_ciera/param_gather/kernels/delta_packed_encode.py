@@ -1,54 +1,43 @@
-"""`delta` with the `packed` coder, encoding: choose widths, code blocks, write the total. Format:
-docs/codec.md.
+"""`delta` with the `packed` coder, encoding, in one kernel. Format: docs/codec.md.
 
-Table: int64 [segments, ENCODE_COLUMNS] = (new words, old words, out, values, first region). Payload sizes
-grow by atomic additions to ``sizes``, so blocks lie in the order in which they were finished.
+Table: int64 [segments, ENCODE_COLUMNS] = (new words, old words, out, values, cursor). The cursor starts at
+the body's first 32-bit word and grows by atomic additions, so blocks lie in the order in which they were
+finished; above CURSOR_BITS it counts them, and the block that finds all others counted finishes the payload.
 """
 
 import triton
 import triton.language as tl
 
-from .bits import (
-    HASH_BLOCK,
-    bit_length,
-    clip_width,
-    count_bits,
-    split_chunks,
-    store_bit_stream,
-    upper_half,
-    wrapping_sum,
-    zigzag,
+from .bits import HASH_BLOCK, bit_length, wrapping_sum
+from .lanes import (
+    LANES,
+    POSITION_BITS,
+    RAW_MODE,
+    SAME_MODE,
+    STEP,
+    TAIL_WORDS,
+    VALUES,
+    add_three,
+    body_start,
+    count_bits32,
+    exponent_of,
+    load_pairs,
+    lowest_bit_index,
+    position_factor,
+    store_quad,
+    typed_pointer,
+    value_position,
 )
 
 ENCODE_COLUMNS = tl.constexpr(5)
-BITS_FIELD = tl.constexpr(18)  # row sums carry code bits below this bit and escapes above it
-BITS_MASK = tl.constexpr((1 << 18) - 1)
-TAIL_BYTES = tl.constexpr(8)
-RAW_MODE, SAME_MODE = tl.constexpr(0xFFFF), tl.constexpr(0xFFFE)
-
-
-@triton.jit
-def body_start(count):
-    """See packed_format.body_start."""
-    blocks = (count + HASH_BLOCK - 1) // HASH_BLOCK
-    return (64 + 12 * blocks + 15) // 16 * 16
-
-
-@triton.jit
-def typed_pointer(address, WORD32: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to words; ALIGNED promises 16 bytes, which lets loads be vectors."""
-    if WORD32:
-        pointer = address.to(tl.pointer_type(tl.int32))
-    else:
-        pointer = address.to(tl.pointer_type(tl.int16))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+CURSOR_BITS = tl.constexpr(40)
+SAMPLES = tl.constexpr(2)  # pairs of every lane that decide the widths
+SPARSE_STEP = tl.constexpr(15)
 
 
 @triton.jit
 def write_header(out, count, identity, block_size):
-    """Header with an empty size, and zeros between the descriptors and the body."""
+    """Header but for the size, and zeros between the descriptors and the body."""
     lane = tl.arange(0, 16)
     value = tl.where(lane == 0, 0x41524943, 0)
     value = tl.where(lane == 1, identity, value)
@@ -56,221 +45,274 @@ def write_header(out, count, identity, block_size):
     value = tl.where(lane == 3, (count >> 32).to(tl.int32), value)
     value = tl.where(lane == 7, block_size, value)
     value = tl.where(lane == 8, HASH_BLOCK, value)
-    tl.store(out + lane, value)
+    tl.store(out + lane, value, mask=(lane != 4) & (lane != 5))
     front = 16 + 3 * ((count + HASH_BLOCK - 1) // HASH_BLOCK)
     tl.store(out + front + lane, 0, mask=(lane < 4) & (front + lane < body_start(count) // 4))
 
 
 @triton.jit
-def choose_centres(
-    table,
-    region_segment,
-    centres,
+def place_block(entry, sizes, out, count, block, num_words, hashed, layout):
+    """Reserve ``num_words`` and write hash and descriptor; the segment's last block also writes its size.
+    Returns the block's first 32-bit word."""
+    num_blocks = (count + HASH_BLOCK - 1) // HASH_BLOCK
+    one = tl.full([], 1, tl.int64) << CURSOR_BITS
+    ticket = tl.atomic_add(entry + 4, one + num_words, sem="relaxed")
+    offset = ticket & (one - 1)
+    if (ticket >> CURSOR_BITS) + 1 >= num_blocks:
+        lane = tl.arange(0, 32)
+        end = offset + num_words
+        tl.store(out + end + lane, 0, mask=lane < TAIL_WORDS)
+        size = (end + TAIL_WORDS) * 4
+        tl.store(sizes, size)
+        tl.store(out.to(tl.pointer_type(tl.int64), bitcast=True) + 2, size)
+    if num_blocks > 0:
+        tl.store(out + 16 + block, hashed)
+        descriptor = out + 16 + num_blocks + 2 * block.to(tl.int64)
+        tl.store(descriptor, offset.to(tl.int32))
+        tl.store(descriptor + 1, layout)
+    return offset
+
+
+@triton.jit
+def zigzag(new_pair, old_pair, HALF: tl.constexpr):
+    """0, 1, 2, 3, 4 … for new - old = 0, -1, 1, -2, 2 … modulo 2^16, of one half of pairs."""
+    if HALF == 0:
+        difference = (new_pair - old_pair) << 16
+    else:
+        difference = (new_pair & -65536) - (old_pair & -65536)
+    return (difference >> 15) ^ (difference >> 31)
+
+
+@triton.jit
+def choose_widths(new_words, old_words, lane, WORD32: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    """(centre, step) of a block from a sample: see packed_format."""
+    gathered = tl.zeros([LANES], tl.int32)
+    for s in tl.static_range(SAMPLES):
+        new_pairs = load_pairs(new_words, lane, s * (VALUES // 8 // SAMPLES), WORD32)
+        old_pairs = load_pairs(old_words, lane, s * (VALUES // 8 // SAMPLES), WORD32)
+        for half in tl.static_range(2):
+            z = zigzag(new_pairs[0], old_pairs[0], half)
+            scale = exponent_of(old_pairs[0], half, SHIFT, MASK) + bit_length(z)
+            gathered += tl.where(z > 0, (scale << 12) + 1, 0)
+    gathered = tl.sum(gathered, 0)
+    changed = gathered & 4095
+    centre = ((gathered >> 12) * 20 + changed * 33) // (tl.maximum(changed, 1) * 20)
+    dense = changed * 2 >= 2 * SAMPLES * LANES
+    return tl.minimum(centre, 255), tl.where(dense, 2, SPARSE_STEP)
+
+
+@triton.jit
+def encode_whole(
+    entry,
     sizes,
-    identity,
-    block_size,
+    block,
+    lane_factors,
     WORD32: tl.constexpr,
-    MAX_A: tl.constexpr,
-    MAX_B: tl.constexpr,
-    EXPONENT_SHIFT: tl.constexpr,
-    EXPONENT_MASK: tl.constexpr,
-    REGION: tl.constexpr,
-    RUNS: tl.constexpr,
-    LANES: tl.constexpr,
-    SCALES: tl.constexpr,
-    GAPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAX_WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
 ):
-    """One program a region: (c1, c2) from a sample; a segment's first one also writes header and initial
-    size."""
-    pid = tl.program_id(0)
-    segment = tl.load(region_segment + pid)
-    entry = table + segment * ENCODE_COLUMNS
-    new_words = typed_pointer(tl.load(entry), WORD32, False)
-    old_words = typed_pointer(tl.load(entry + 1), WORD32, False)
+    """A block of HASH_BLOCK values."""
+    RAW_WORDS: tl.constexpr = HASH_BLOCK if WORD32 else HASH_BLOCK // 2
+    start = block.to(tl.int64) * (4 * RAW_WORDS)
+    new_words = tl.multiple_of((tl.load(entry) + start).to(tl.pointer_type(tl.int32)), 16)
+    old_words = tl.multiple_of((tl.load(entry + 1) + start).to(tl.pointer_type(tl.int32)), 16)
+    out = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
     count = tl.load(entry + 3)
-    region = pid - tl.load(entry + 4)
-    if region == 0:
-        write_header(tl.load(entry + 2).to(tl.pointer_type(tl.int32)), count, identity, block_size)
-        tl.store(sizes + segment, body_start(count) + TAIL_BYTES)
-    start = region * REGION
-    length = tl.minimum(count - start, REGION).to(tl.int32)
-    sample = tl.arange(0, RUNS * LANES)
-    position = sample // LANES * (length // RUNS) + sample % LANES
-    valid = position < length
-    new_half = upper_half(tl.load(new_words + start + position, mask=valid, other=0), WORD32)
-    old_half = upper_half(tl.load(old_words + start + position, mask=valid, other=0), WORD32)
-    z = zigzag(new_half, old_half)
-    exponent = (old_half >> EXPONENT_SHIFT) & EXPONENT_MASK
-    changed = (z > 0) & valid
-    num_changed = tl.sum(changed.to(tl.int32), 0)
-    total = tl.sum(tl.where(changed, exponent + bit_length(z), 0), 0)
-    highest = tl.max(tl.where(valid, exponent, 0), 0)
-    mean = tl.where(num_changed > 0, (total + num_changed // 2) // tl.maximum(num_changed, 1), highest)
-    mean = tl.minimum(tl.maximum(mean, 1), 248)
-    step = tl.arange(0, SCALES)[None, :]
-    c2 = mean - 1 + step
-    best = 0x7FFFFFFF
-    for gap in tl.static_range(GAPS):
-        c1 = tl.maximum(c2 - 1 - gap, 0) if gap < GAPS - 1 else c2 * 0
-        a = clip_width(c1, exponent[:, None], MAX_A)
-        b = clip_width(c2, exponent[:, None], MAX_B)
-        near = z[:, None] < (1 << a)
-        far = z[:, None] < (1 << a) + (1 << b)
-        cost = tl.where(valid[:, None], tl.where(near, a, tl.where(far, b, a + 32)), 0)
-        ranked = tl.sum(cost, 0) * (SCALES * GAPS) + gap * SCALES + tl.arange(0, SCALES)
-        best = tl.minimum(best, tl.min(ranked, 0))
-    choice = best % (SCALES * GAPS)
-    c2_best = mean - 1 + choice % SCALES
-    gap_best = choice // SCALES
-    c1_best = tl.where(gap_best == GAPS - 1, 0, tl.maximum(c2_best - 1 - gap_best, 0))
-    tl.store(centres + pid, c1_best | (c2_best << 8))
+    lane = tl.arange(0, LANES)
+    centre, step = choose_widths(new_words, old_words, lane, WORD32, SHIFT, MASK)
+
+    # Step 1: code every lane's values; nothing crosses lanes.
+    chunks = ()
+    chunk_bits = ()
+    near_flags = ()
+    escape_flags = ()
+    hashed = tl.zeros([LANES], tl.int32)
+    changed = tl.zeros([LANES], tl.int32)
+    near = tl.zeros([LANES], tl.int32)
+    fitting = tl.zeros([LANES], tl.int32)
+    lane_bits = tl.zeros([LANES], tl.int32)
+    for g in tl.static_range(VALUES // 8):
+        new_pairs = load_pairs(new_words, lane, g, WORD32)
+        old_pairs = load_pairs(old_words, lane, g, WORD32)
+        hashed += new_pairs[4]
+        for c in tl.static_range(8 // CHUNK):
+            chunk = tl.zeros([LANES], tl.int32)
+            bits = tl.zeros([LANES], tl.int32)
+            for i in tl.static_range(CHUNK // 2):
+                new_pair = new_pairs[c * (CHUNK // 2) + i]
+                old_pair = old_pairs[c * (CHUNK // 2) + i]
+                changed |= new_pair ^ old_pair
+                if WORD32:
+                    changed |= new_pairs[5 + c * (CHUNK // 2) + i] ^ old_pairs[5 + c * (CHUNK // 2) + i]
+                for half in tl.static_range(2):
+                    z = zigzag(new_pair, old_pair, half)
+                    exponent = exponent_of(old_pair, half, SHIFT, MASK)
+                    b = tl.minimum(tl.maximum(centre - exponent, 0), MAX_WIDTH)
+                    a = tl.maximum(b - step, 0)
+                    beyond_far = z - (1 << a) - (1 << b)  # negative unless it needs a record
+                    fitting = (fitting << 1) | ((beyond_far >> 31) & 1)
+                    z = tl.where(beyond_far < 0, z, 0)
+                    beyond = z - (1 << a)  # negative: near
+                    near = (near << 1) | ((beyond >> 31) & 1)
+                    width = tl.where(beyond < 0, a, b)
+                    code = tl.minimum(z.to(tl.uint32, bitcast=True), beyond.to(tl.uint32, bitcast=True))
+                    chunk = (chunk << width) | code.to(tl.int32, bitcast=True)
+                    bits += width
+            chunks = chunks + (chunk,)
+            chunk_bits = chunk_bits + (bits,)
+            lane_bits += bits
+        if g % 4 == 3:
+            near_flags = near_flags + (near,)
+            escape_flags = escape_flags + (~fitting,)
+
+    # Step 2: sizes and places.
+    lane_words = (lane_bits + 31) >> 5
+    lane_escapes = count_bits32(escape_flags[0]) + count_bits32(escape_flags[1])
+    sized = lane_words | (lane_escapes << 16)
+    before = tl.cumsum(sized, 0) - sized
+    hashed *= tl.load(lane_factors + lane)
+    total, block_hash, block_changed = tl.reduce((sized, hashed, changed), 0, add_three)
+    num_escapes = total >> 16
+    fixed_words = LANES // 4 + VALUES // 32 * LANES
+    if WORD32:
+        fixed_words += HASH_BLOCK // 2
+    coded_words = fixed_words + num_escapes + (total & 0xFFFF)
+    is_same = block_changed == 0
+    is_raw = (coded_words >= RAW_WORDS) & (is_same == 0)
+    is_coded = (is_raw == 0) & (is_same == 0)
+    num_words = tl.where(is_same, 0, tl.where(is_raw, RAW_WORDS, coded_words))
+    mode = tl.where(is_same, SAME_MODE, tl.where(is_raw, RAW_MODE, num_escapes))
+    layout = mode | (centre << 16) | (step << 24)
+    body = out + place_block(entry, sizes, out, count, block, num_words, block_hash, layout)
+
+    # Step 3: store. Masks and no branch: a compiler would move most of step 1 into it, and keep its inputs.
+    everywhere = is_coded & (lane >= 0)
+    tl.store(body.to(tl.pointer_type(tl.int8), bitcast=True) + lane, lane_words.to(tl.int8), mask=everywhere)
+    flags = body + LANES // 4
+    for q in tl.static_range(VALUES // 32):
+        tl.store(flags + q * LANES + lane, near_flags[q], mask=everywhere)
+    lows = flags + VALUES // 32 * LANES
+    if WORD32:
+        for g in tl.static_range(VALUES // 8):
+            again = load_pairs(new_words, lane, g, WORD32)
+            store_quad(lows, lane, g, again[5], again[6], again[7], again[8], everywhere[:, None])
+    records = body + fixed_words
+    stream = records + num_escapes + (before & 0xFFFF)
+    place = tl.zeros([LANES], tl.int32)
+    open_word = tl.zeros([LANES], tl.uint32)
+    for j in tl.static_range(VALUES // CHUNK):
+        shifted = chunks[j].to(tl.uint32, bitcast=True).to(tl.uint64) << place.to(tl.uint64)
+        open_word |= shifted.to(tl.uint32)
+        place += chunk_bits[j]
+        full = place >= 32
+        tl.store(stream, open_word.to(tl.int32, bitcast=True), mask=full & is_coded)
+        open_word = tl.where(full, (shifted >> 32).to(tl.uint32), open_word)
+        stream += place >> 5
+        place &= 31
+    tl.store(stream, open_word.to(tl.int32, bitcast=True), mask=(place > 0) & is_coded)
+    if is_coded & (num_escapes > 0):
+        record = records + (before >> 16)
+        for q in tl.static_range(VALUES // 32):
+            left = escape_flags[q]
+            most = tl.max(count_bits32(left), 0)
+            while most > 0:
+                there = left != 0
+                position = value_position(q * 32 + 31 - lowest_bit_index(left), lane, WORD32)
+                new = load_half(new_words, position, there, WORD32)
+                old = load_half(old_words, position, there, WORD32)
+                tl.store(record, position | ((new - old) << POSITION_BITS), mask=there)
+                record += there.to(tl.int32)
+                left &= left - 1
+                most -= 1
+    if is_raw:
+        copy_words(new_words, body, RAW_WORDS)
 
 
 @triton.jit
-def store_escapes(base, new_words, escaped, row_rank, WORD32: tl.constexpr, ROWS: tl.constexpr):
-    """Escaped values (bool [R, 8]) as position and word, in order; ``row_rank``: escapes in earlier
-    rows, int32 [R]."""
-    column = tl.arange(0, 8)[None, :]
-    bits = tl.sum(tl.where(escaped, 1 << column, 0), 1)
-    rank = row_rank[:, None] + count_bits(bits[:, None] & ((1 << column) - 1))
-    position = tl.arange(0, ROWS)[:, None] * 8 + column
-    half = upper_half(tl.load(new_words + position, mask=escaped, other=0), WORD32)
-    tl.store(base + rank, (position | (half << 16)).to(tl.uint32, bitcast=True), mask=escaped)
+def copy_words(source, target, WORDS: tl.constexpr):
+    lane = tl.arange(0, STEP)
+    for first in range(0, WORDS, STEP):
+        tl.store(target + first + lane, tl.load(source + first + lane))
 
 
 @triton.jit
+def load_half(words, position, there, WORD32: tl.constexpr):
+    """Upper half of fp32 words or 16-bit words at positions of a block, as int32 in [0, 65535]."""
+    halves = words.to(tl.pointer_type(tl.uint16), bitcast=True)
+    if WORD32:
+        half = tl.load(halves + 2 * position + 1, mask=there, other=0)
+    else:
+        half = tl.load(halves + position, mask=there, other=0)
+    return half.to(tl.int32)
+
+
+@triton.jit
+def encode_tail(entry, sizes, block, word_factors, WORD32: tl.constexpr):
+    """The last block of a segment that is not whole: unchanged or raw."""
+    start = block.to(tl.int64) * HASH_BLOCK
+    new_words = typed_pointer(tl.load(entry), WORD32, False) + start
+    old_words = typed_pointer(tl.load(entry + 1), WORD32, False) + start
+    out = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
+    count = tl.load(entry + 3)
+    length = (count - start).to(tl.int32)
+    lane = tl.arange(0, STEP)
+    hashed = tl.zeros([STEP], tl.int32)
+    changed = tl.zeros([STEP], tl.int32)
+    first = length * 0
+    while first < length:
+        position = first + lane
+        new = tl.load(new_words + position, mask=position < length, other=0).to(tl.int32)
+        changed |= new ^ tl.load(old_words + position, mask=position < length, other=0).to(tl.int32)
+        if not WORD32:
+            new &= 0xFFFF
+        hashed += new * position_factor(word_factors, position, position < length, WORD32)
+        first += STEP
+    block_hash = wrapping_sum(hashed)
+    is_same = tl.max((changed != 0).to(tl.int32), 0) == 0
+    num_words = length if WORD32 else (length + 1) // 2
+    num_words = tl.where(is_same, 0, num_words)
+    mode = tl.where(is_same, SAME_MODE, RAW_MODE)
+    offset = place_block(entry, sizes, out, count, block, num_words, block_hash, mode)
+    body = typed_pointer(tl.load(entry + 2) + offset * 4, WORD32, False)
+    padded = num_words if WORD32 else 2 * num_words
+    first = length * 0
+    while first < padded:
+        position = first + lane
+        new = tl.load(new_words + position, mask=position < length, other=0)
+        tl.store(body + position, new, mask=position < padded)
+        first += STEP
+
+
+@triton.jit(
+    do_not_specialize=["identity", "block_size"],
+    do_not_specialize_on_alignment=["table", "block_segment", "block_index", "sizes"],
+)
 def encode_blocks(
     table,
     block_segment,
     block_index,
-    centres,
     sizes,
-    multipliers,
+    lane_factors,
+    word_factors,
+    identity,
+    block_size,
     WORD32: tl.constexpr,
     CHUNK: tl.constexpr,
-    MAX_A: tl.constexpr,
-    MAX_B: tl.constexpr,
-    EXPONENT_SHIFT: tl.constexpr,
-    EXPONENT_MASK: tl.constexpr,
-    REGION_BLOCKS: tl.constexpr,
-    FULL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    MAX_WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
 ):
-    """One program a block of HASH_BLOCK values; FULL promises that the block is whole."""
-    ROWS: tl.constexpr = HASH_BLOCK // 8
-    CHUNKS: tl.constexpr = 8 // CHUNK
+    """One program a block; an empty segment has one empty block. ``sizes``: int64 [segments]."""
     pid = tl.program_id(0)
     segment = tl.load(block_segment + pid)
     block = tl.load(block_index + pid)
     entry = table + segment * ENCODE_COLUMNS
-    new_words = typed_pointer(tl.load(entry), WORD32, ALIGNED)
-    old_words = typed_pointer(tl.load(entry + 1), WORD32, ALIGNED)
-    out = tl.load(entry + 2)
     count = tl.load(entry + 3)
-    centre = tl.load(centres + tl.load(entry + 4) + block // REGION_BLOCKS)
-    start = block.to(tl.int64) * HASH_BLOCK
-    length = tl.minimum(count - start, HASH_BLOCK).to(tl.int32)
-    row = tl.arange(0, ROWS)
-    position = row[:, None] * 8 + tl.arange(0, 8)[None, :]
-    if FULL:
-        new = tl.load(new_words + start + position)
-        old = tl.load(old_words + start + position)
+    if block == 0:
+        write_header(tl.load(entry + 2).to(tl.pointer_type(tl.int32)), count, identity, block_size)
+    if count - block.to(tl.int64) * HASH_BLOCK >= HASH_BLOCK:
+        encode_whole(entry, sizes + segment, block, lane_factors, WORD32, CHUNK, MAX_WIDTH, SHIFT, MASK)
     else:
-        valid = position < length
-        new = tl.load(new_words + start + position, mask=valid, other=0)
-        old = tl.load(old_words + start + position, mask=valid, other=0)
-
-    # Step 1: what each value costs. beyond = z - 2^a tells the three cases apart.
-    old_half = upper_half(old, WORD32)
-    new_half = upper_half(new, WORD32)
-    z = zigzag(new_half, old_half)
-    exponent = (old_half >> EXPONENT_SHIFT) & EXPONENT_MASK
-    a = clip_width(centre & 255, exponent, MAX_A)
-    b = clip_width(centre >> 8, exponent, MAX_B)
-    beyond = z - (1 << a)
-    near = beyond < 0
-    escaped = (beyond >> b) > 0
-    plain = near | escaped
-    width = tl.where(plain, a, b)
-    if not FULL:
-        width = tl.where(valid, width, 0)
-    code = tl.where(near, z, tl.where(escaped, 0, beyond))
-
-    # Step 2: chunks of codes, their places, and the block's size.
-    width_in_chunk = tl.reshape(width, [ROWS, CHUNKS, CHUNK])
-    inside = tl.cumsum(width_in_chunk, 2) - width_in_chunk
-    chunk = tl.sum(tl.reshape(code, [ROWS, CHUNKS, CHUNK]) << (inside & 31), 2)
-    if WORD32:
-        # Rows lie in two threads each, and a sum of escapes alone was compiled into one over bools moved
-        # between threads, which came out wrong on an H200. Here they are counted along with the bits.
-        cost = width + (escaped.to(tl.int32) << BITS_FIELD)
-        chunk_sums = tl.sum(tl.reshape(cost, [ROWS, CHUNKS, CHUNK]), 2)
-        chunk_bits = chunk_sums & BITS_MASK
-        row_sums = tl.sum(chunk_sums, 1)
-    else:
-        chunk_bits = tl.sum(width_in_chunk, 2)
-        row_sums = tl.sum(chunk_bits, 1) + (tl.sum(escaped.to(tl.int32), 1) << BITS_FIELD)
-    before = tl.cumsum(row_sums, 0) - row_sums
-    total = tl.sum(row_sums, 0)
-    total_bits = total & BITS_MASK
-    num_escapes = total >> BITS_FIELD
-    word = new.to(tl.int32) if WORD32 else new_half & 0xFFFF
-    hashed = wrapping_sum(tl.sum(word * tl.load(multipliers + position), 1))
-    changed = tl.max(tl.max((new ^ old).to(tl.int32) & (-1 if WORD32 else 0xFFFF) != 0, 1).to(tl.int32), 0)
-    flag_words = (length + 31) // 32
-    code_words = (total_bits + 31) // 32
-    coded_words = flag_words + code_words + num_escapes
-    raw_bytes = length * 2
-    if WORD32:
-        coded_words += (length + 1) // 2
-        raw_bytes = length * 4
-    is_raw = coded_words * 4 >= raw_bytes
-    num_words = tl.where(changed == 0, 0, tl.where(is_raw, (raw_bytes + 3) // 4, coded_words))
-    mode = tl.where(changed == 0, SAME_MODE, tl.where(is_raw, RAW_MODE, num_escapes))
-    offset = tl.atomic_add(sizes + segment, (num_words * 4).to(tl.int64), sem="relaxed") - TAIL_BYTES
-
-    # Step 3: hash, descriptor, block.
-    out_words = out.to(tl.pointer_type(tl.uint32))
-    num_blocks = (count + HASH_BLOCK - 1) // HASH_BLOCK
-    tl.store(out_words + 16 + block, hashed.to(tl.uint32, bitcast=True))
-    descriptor = out_words + 16 + num_blocks + 2 * block.to(tl.int64)
-    tl.store(descriptor, (offset // 4).to(tl.uint32))
-    tl.store(descriptor + 1, mode.to(tl.uint32) | (centre.to(tl.uint32) << 16))
-    body = out_words + offset // 4
-    # Words are loaded again below: registers are scarcer than reads that hit the cache.
-    padded = length if WORD32 else length + (length & 1)
-    if (changed != 0) & is_raw:
-        raw_body = (out + offset).to(tl.pointer_type(tl.int32 if WORD32 else tl.int16))
-        raw = tl.load(new_words + start + position, mask=position < length, other=0)
-        tl.store(raw_body + position, raw, mask=position < padded)
-    if (changed != 0) & (is_raw == 0):
-        flag_bits = tl.where(plain, 0, 1 << tl.arange(0, 8)[None, :])
-        flags = body.to(tl.pointer_type(tl.uint8), bitcast=True)
-        tl.store(flags + row, tl.sum(flag_bits, 1).to(tl.uint8), mask=row < 4 * flag_words)
-        escapes = body + flag_words + code_words
-        if num_escapes > 0:
-            store_escapes(escapes, new_words + start, escaped, before >> BITS_FIELD, WORD32, ROWS)
-        if WORD32:
-            low = (escapes + num_escapes).to(tl.pointer_type(tl.int16), bitcast=True)
-            again = tl.load(new_words + start + position, mask=position < length, other=0)
-            tl.store(low + position, again.to(tl.int16), mask=position < length + (length & 1))
-        store_bit_stream(
-            body + flag_words,
-            split_chunks(chunk.to(tl.uint32, bitcast=True), CHUNKS),
-            split_chunks(chunk_bits, CHUNKS),
-            before & BITS_MASK,
-            total_bits,
-            CHUNKS,
-            ROWS,
-        )
-
-
-@triton.jit
-def write_totals(table, sizes):
-    """One program a segment: the final size into the header, zeros behind the last block."""
-    segment = tl.program_id(0)
-    out = tl.load(table + segment * ENCODE_COLUMNS + 2).to(tl.pointer_type(tl.int32))
-    size = tl.load(sizes + segment)
-    tl.store(out.to(tl.pointer_type(tl.int64), bitcast=True) + 2, size)
-    tl.store(out + size // 4 - 2, 0)
-    tl.store(out + size // 4 - 1, 0)
+        encode_tail(entry, sizes + segment, block, word_factors, WORD32)

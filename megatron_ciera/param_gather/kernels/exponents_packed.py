@@ -8,15 +8,9 @@ import triton
 import triton.language as tl
 
 from .bits import HASH_BLOCK, wrapping_sum
-from .delta_packed_decode import DECODE_COLUMNS, header_is_right
-from .delta_packed_encode import (
-    ENCODE_COLUMNS,
-    RAW_MODE,
-    TAIL_BYTES,
-    body_start,
-    typed_pointer,
-    write_header,
-)
+from .delta_packed_decode import DECODE_COLUMNS, header_is_right, report_damage
+from .delta_packed_encode import ENCODE_COLUMNS, place_block, write_header
+from .lanes import RAW_MODE, typed_pointer
 
 TOP_ABOVE_MEAN, ESCAPE_NIBBLE = tl.constexpr(4), tl.constexpr(15)
 
@@ -49,12 +43,14 @@ def rows_of_blocks(values, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def start_payloads(table, sizes, identity, block_size):
-    """One program a segment: header and initial size."""
+    """One program a segment: the header; of a segment without values the whole payload."""
     segment = tl.program_id(0)
     entry = table + segment * ENCODE_COLUMNS
+    out = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
     count = tl.load(entry + 3)
-    write_header(tl.load(entry + 2).to(tl.pointer_type(tl.int32)), count, identity, block_size)
-    tl.store(sizes + segment, body_start(count) + TAIL_BYTES)
+    write_header(out, count, identity, block_size)
+    if count == 0:
+        place_block(entry, sizes + segment, out, count, segment, 0, 0, 0)
 
 
 @triton.jit
@@ -153,18 +149,14 @@ def encode_exponents(
     is_raw = coded_words * 4 >= raw_bytes
     num_words = tl.where(is_raw, (raw_bytes + 3) // 4, coded_words)
     mode = tl.where(is_raw, RAW_MODE, num_escapes)
-    offset = tl.atomic_add(sizes + segment, (num_words * 4).to(tl.int64), sem="relaxed") - TAIL_BYTES
 
     # Step 3: hash, descriptor, block.
-    out_words = out.to(tl.pointer_type(tl.uint32))
-    num_blocks = (count + HASH_BLOCK - 1) // HASH_BLOCK
-    tl.store(out_words + 16 + block, hashed.to(tl.uint32, bitcast=True))
-    descriptor = out_words + 16 + num_blocks + 2 * block.to(tl.int64)
-    tl.store(descriptor, (offset // 4).to(tl.uint32))
-    tl.store(descriptor + 1, mode.to(tl.uint32) | (top.to(tl.uint32) << 16))
-    body = out_words + offset // 4
+    layout = mode | (top << 16)
+    words_out = out.to(tl.pointer_type(tl.int32))
+    offset = place_block(entry, sizes + segment, words_out, count, block, num_words, hashed, layout)
+    body = out.to(tl.pointer_type(tl.uint32)) + offset
     if is_raw:
-        raw_body = (out + offset).to(tl.pointer_type(tl.int32 if WORD32 else tl.int16))
+        raw_body = (out + offset * 4).to(tl.pointer_type(tl.int32 if WORD32 else tl.int16))
         padded = length if WORD32 else length + (length & 1)
         tl.store(raw_body + position, word if WORD32 else word.to(tl.int16), mask=position < padded)
     else:
@@ -368,5 +360,4 @@ def decode_exponents(
             tl.store(words + place, here if WORD32 else here.to(tl.int16), mask=there)
             first += 128
     else:
-        tl.atomic_add(flags + 2 * segment, 1, sem="relaxed")
-        tl.atomic_min(flags + 2 * segment + 1, block, sem="relaxed")
+        report_damage(flags + 2 * segment, block)
