@@ -45,15 +45,26 @@ def collect(
 
     Returns (fit tokens, held-out tokens), each [layers, tokens, topk], on rank 0 and None elsewhere: of every
     rank's tokens the first half goes to the fit. Layers are cut to the fewest tokens that any has.
+
+    Raises:
+        RuntimeError: on rank 0 alone, when a rank could not read what it recorded.
     """
-    mine = {layer_id: recorder.take() for layer_id, recorder in recorders.items()}
+    mine, failure = {}, None
+    try:
+        mine = {layer_id: recorder.take() for layer_id, recorder in recorders.items()}
+    except Exception as error:
+        # The others are on their way into the collective.
+        failure = f"{type(error).__name__}: {error}"
     everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everyone, dst=0)
+    dist.gather_object((mine, failure), everyone, dst=0)
     if everyone is None:
         return None
+    for rank, (_, why) in enumerate(everyone):
+        if why is not None:
+            raise RuntimeError(f"rank {rank} could not collect its routing: {why}")
     halves = [[], []]
     for layer_id in layer_ids:
-        parts = [found[layer_id] for found in everyone if layer_id in found]
+        parts = [found[layer_id] for found, _ in everyone if layer_id in found]
         halves[0].append(np.concatenate([part[: (len(part) + 1) // 2] for part in parts]))
         halves[1].append(np.concatenate([part[(len(part) + 1) // 2 :] for part in parts]))
     fewest = [min(len(tokens) for tokens in half) for half in halves]

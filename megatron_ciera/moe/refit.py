@@ -95,16 +95,16 @@ class Refit:
         self._process, self.recorded_at = None, None
 
     def _start(self) -> None:
-        collected = collect(self.recorders, self.layer_ids)
-        if collected is None:
-            return
-        tokens, held_out = collected
-        if tokens.shape[1] < self.fit_tokens:
-            self.log(
-                f"MoE: fit from {tokens.shape[1]} tokens of iteration {self.recorded_at}, which has fewer than "
-                f"{2 * self.fit_tokens} to fit and to test on"
-            )
         try:
+            collected = collect(self.recorders, self.layer_ids)
+            if collected is None:
+                return
+            tokens, held_out = collected
+            if tokens.shape[1] < self.fit_tokens:
+                self.log(
+                    f"MoE: fit from {tokens.shape[1]} tokens of iteration {self.recorded_at}, which has fewer than "
+                    f"{2 * self.fit_tokens} to fit and to test on"
+                )
             self._process = fit_process.start(tokens, held_out, self.make_request())
         except Exception as error:
             # The other ranks wait for an answer: what broke here is the answer.

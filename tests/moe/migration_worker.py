@@ -26,11 +26,16 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 
+from megatron_ciera.moe.agreement import agree  # noqa: E402
 from megatron_ciera.moe.groups import make_expert_group  # noqa: E402
 from megatron_ciera.moe.layer import attach_placement  # noqa: E402
 from megatron_ciera.moe.optimizer_state import OptimizerState  # noqa: E402
 from megatron_ciera.moe.placements import PlacementInForce  # noqa: E402
+from megatron_ciera.moe.recorder import RouteRecorder  # noqa: E402
+from megatron_ciera.moe.refit import Refit  # noqa: E402
+from megatron_ciera.moe.schedule import FitSchedule  # noqa: E402
 from megatron_ciera.moe.sites import families, find_sites  # noqa: E402
+from placement.file import DECODER, LayerId  # noqa: E402
 
 EXPERTS, LAYERS = 8, 2
 CASES = {
@@ -181,14 +186,44 @@ def failure(placement, maps, optimizer):
     return everyone[0] if len(set(everyone)) == 1 else everyone
 
 
+def broken_recorder():
+    """One rank cannot read what it recorded: every rank gets the reason as the fit's answer, none waits."""
+    layer_id = LayerId(DECODER, 0)
+    recorder = RouteRecorder(2)
+    refit = Refit(FitSchedule(1, 0), {layer_id: recorder}, [layer_id], 64, lambda: None, print)
+    refit.before_step(1)
+    recorder.add(torch.eye(8, dtype=torch.bool))
+    if dist.get_rank() == 1:
+        recorder.add(torch.eye(4, dtype=torch.bool))
+    first = refit.after_step(1)
+    return first is None, refit.finish().failure
+
+
+def another_file():
+    """One rank read another placement file."""
+    try:
+        agree("--placement-file p", "b" if dist.get_rank() == 1 else "a", None, "needs the same file")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def gathered(value):
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
 def main(out: Path) -> None:
     if not cpu.is_needed():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if cpu.is_needed() else "nccl")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     results = {name: run(options) for name, options in CASES.items()}
+    alike = {"recorder": gathered(broken_recorder()), "file": gathered(another_file())}
     if dist.get_rank() == 0:
         (out / "results.json").write_text(json.dumps(results))
+        (out / "alike.json").write_text(json.dumps(alike))
     dist.destroy_process_group()
 
 

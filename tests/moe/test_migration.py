@@ -11,9 +11,14 @@ WORKER = Path(__file__).with_name("migration_worker.py")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("migration")
     launch(folder, 4, [folder], script=(str(WORKER),), timeout=500).check()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
     return json.loads((folder / "results.json").read_text())
 
 
@@ -48,3 +53,13 @@ def test_a_failure_on_one_rank_is_known_on_all(results):
             "layer 0 keeps its placement, because rank 1 failed: MemoryError: no room"
             in found["failed_layer"]
         ), case
+
+
+def test_what_breaks_on_one_rank_is_said_on_all(folder):
+    """Before a move: a recorder that cannot be read is the fit's answer; another placement file ends the run."""
+    alike = json.loads((folder / "alike.json").read_text())
+    assert len(alike["recorder"]) == 4
+    for pending, reason in alike["recorder"]:
+        assert pending and "rank 1 could not collect its routing: RuntimeError: Sizes of tensors" in reason
+    wanted = "--placement-file p: rank 1 found b, rank 0 found a; needs the same file"
+    assert alike["file"] == [wanted] * 4
