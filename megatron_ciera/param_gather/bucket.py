@@ -73,7 +73,8 @@ class GatherBucket:
         piece_values: int,
         first_slot: int,
     ):
-        self.name, self.values, self.rank, self.size, self.codecs = name, values, rank, size, codecs
+        self.name, self.index, self.codecs = name, index, codecs
+        self.values, self.rank, self.size = values, rank, size
         self.words = as_words(values)
         self.shard_values = values.numel() // size
         self.own_shard = values[rank * self.shard_values : (rank + 1) * self.shard_values]
@@ -97,6 +98,7 @@ class GatherBucket:
             sum(max(aligned(c.bound(own.words.numel())) for c in codecs.values()) for own in part)
             for part in self._of_piece
         ]
+        self.version = 0  # changes with codecs and states
         self._take_digest()
         self.flags = new_flags(self.num_rows(rank), values.device)
         self.stepped = False  # an optimizer step since the last gather
@@ -129,6 +131,7 @@ class GatherBucket:
         """
         for segment in self._choices:
             self._choices[segment] = choice(segment)
+        self.version += 1
         self._take_digest()
         for own in self.own:
             codec = self._choices[own.segment]
@@ -162,6 +165,7 @@ class GatherBucket:
             if own.codec == RAW:
                 continue
             if own.state is None:
+                self.version += 1
                 own.state = self.codecs[own.codec].new_state(own.words)
             else:
                 self.codecs[own.codec].update_state(own.words, own.state)

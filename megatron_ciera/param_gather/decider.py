@@ -83,7 +83,8 @@ class Decider:
     def write(self, out: torch.Tensor) -> None:
         """This rank's counts, int64 `[num_counts]` on the device."""
         self.probe.measure(out[:-1])
-        out[-1] = _NO_LIMIT if self._policy.budget is None else self._policy.budget
+        # Not `out[-1] = …`, which waits for the device.
+        out[-1:].fill_(_NO_LIMIT if self._policy.budget is None else self._policy.budget)
 
     def take(self, counts: torch.Tensor, warming_up: bool) -> bool:
         """Takes in all ranks' counts, int64 `[ranks, num_counts]` on the host; True if there is a new decision."""

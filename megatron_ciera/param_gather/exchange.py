@@ -42,8 +42,8 @@ class Ticket:
     def __init__(self, size: int, length: int, device: torch.device):
         self.outgoing = torch.zeros(length, dtype=torch.int64, device=device)
         self.incoming = torch.empty(size * length, dtype=torch.int64, device=device)
-        self.header = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.header_there, self.damage = self.outgoing[:3], self.outgoing[3:5]
+        self.header = torch.zeros(len(HEADER), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.header_there, self.damage = self.outgoing[: len(HEADER)], self.outgoing[3:5]
         self.copy = HostCopy(device)
         self.work = None
 
@@ -73,12 +73,14 @@ class Exchange:
         self._next = 0
 
     def open(self) -> Ticket:
-        """An empty vector, to be filled and started. The exchange before last must have been taken in."""
+        """A vector to be filled and started; what is not filled means nothing.
+
+        The exchange before last must have been taken in.
+        """
         ticket = self._tickets[self._next]
         if ticket.under_way:
             raise RuntimeError(f"more than {NUM_TICKETS} exchanges under way; please report this")
         self._next = (self._next + 1) % NUM_TICKETS
-        ticket.outgoing.zero_()
         return ticket
 
     def counts(self, ticket: Ticket) -> torch.Tensor:
@@ -104,7 +106,7 @@ class Exchange:
             decisions: hash of what this rank is about to do.
             damage: what `write_damage` made of the flags; None: not told this time.
         """
-        ticket.header.numpy()[:] = VERSION, step, decisions
+        ticket.header.numpy()[:] = VERSION, step, decisions, 0, 0
         ticket.header_there.copy_(ticket.header, non_blocking=True)
         if damage is not None:
             ticket.damage.copy_(damage)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ciera.param_gather.bucket import GatherBucket, OwnSegment, aligned
+from megatron_ciera.param_gather.codec import Codec
 from megatron_ciera.param_gather.decider import Decider
 from megatron_ciera.param_gather.exchange import Exchange, Ticket, write_damage
 from megatron_ciera.param_gather.lanes import Lanes, Mark
 
 NUM_ARENAS = 2
+_KEPT_PLANS = 64
 
 
 class Arena:
@@ -26,6 +28,25 @@ class Arena:
         self.buffer: torch.Tensor | None = None
         self.wave: Wave | None = None
         self.packed: Mark | None = None
+        self.plans: dict[tuple, Plan] = {}
+
+
+class Part:
+    """Own segments of one codec and their places in an arena, as `encode_many` takes them."""
+
+    def __init__(self, codec: Codec, segments: Sequence[OwnSegment], payloads: Sequence[torch.Tensor]):
+        self.codec, self.segments, self.payloads = codec, segments, payloads
+        self.words = [own.words for own in segments]
+        self.states = [own.state for own in segments]
+        self.slots = [own.slot for own in segments]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`decisions`: hash of what is to be gathered and how."""
+
+    parts: Sequence[Part]
+    decisions: int
 
 
 @dataclass(eq=False)
@@ -181,51 +202,56 @@ class Waves:
             if probed:
                 self._decider.write(self._exchange.counts(ticket))
             wave = Wave(self._number, self._take(first), ticket, probed)
-            self._encode(wave, arena)
+            plan = self._plan(wave.pieces, arena)
+            for part in plan.parts:
+                self._encode(part, ticket)
             lane.watch.end("encode", begin)
             # Damage is told once a step: what a later wave would find, the next step tells.
             damage = self._damage if self._number == 0 else None
-            self._exchange.start(ticket, self._step, self._decisions(wave), damage)
+            self._exchange.start(ticket, self._step, plan.decisions, damage)
+        for bucket, piece in wave.pieces:
+            arena.wave = wave
+            bucket.waiting.discard(piece)
+            bucket.wave_of[piece] = wave
         self._number += 1
         self._unread.append(wave)
 
-    def _encode(self, wave: Wave, arena: Arena) -> None:
-        if not wave.pieces:
-            return
-        if arena.buffer is None:
+    def _encode(self, part: Part, ticket: Ticket) -> None:
+        for own, payload in zip(part.segments, part.payloads, strict=True):
+            own.payload = payload
+        sizes = self._exchange.sizes(ticket, range(part.slots[0], part.slots[-1] + 1))
+        in_a_row = sizes.numel() == len(part.slots)
+        if not in_a_row:
+            sizes = torch.zeros(len(part.slots), dtype=torch.int64, device=sizes.device)
+        part.codec.encode_many(part.words, part.states, part.payloads, sizes)
+        if not in_a_row:
+            self._exchange.fill(ticket, part.slots, sizes)
+
+    def _plan(self, pieces: Sequence[tuple[GatherBucket, int]], arena: Arena) -> Plan:
+        """What encoding these pieces into this arena takes; kept, since most steps are like the one before."""
+        key = tuple((bucket.index, piece, bucket.version) for bucket, piece in pieces)
+        if key not in arena.plans:
+            if len(arena.plans) >= _KEPT_PLANS:
+                arena.plans.clear()
+            arena.plans[key] = self._new_plan(pieces, arena)
+        return arena.plans[key]
+
+    def _new_plan(self, pieces: Sequence[tuple[GatherBucket, int]], arena: Arena) -> Plan:
+        if pieces and arena.buffer is None:
             size = min(self._total, self._wave_pieces * self._largest)
             arena.buffer = torch.empty(size, dtype=torch.uint8, device=self._lanes.encode.device)
-        arena.wave = wave
-        offset = 0
-        by_codec: dict[str, list[OwnSegment]] = {}
-        for bucket, piece in wave.pieces:
-            bucket.waiting.discard(piece)
-            bucket.wave_of[piece] = wave
+        offset, by_codec = 0, {}
+        for bucket, piece in pieces:
             for own in bucket.to_encode(piece):
                 bound = aligned(bucket.codecs[own.codec].bound(own.words.numel()))
-                own.payload = arena.buffer[offset : offset + bound]
+                payload = arena.buffer[offset : offset + bound]
                 offset += bound
-                by_codec.setdefault(own.codec, []).append(own)
-        codecs = wave.pieces[0][0].codecs
-        for codec, segments in by_codec.items():
-            slots = [own.slot for own in segments]
-            sizes = self._exchange.sizes(wave.ticket, range(slots[0], slots[-1] + 1))
-            # Kernels are built for pointers to 16 bytes; other places and orders take two launches more.
-            straight = sizes.numel() == len(slots) and sizes.data_ptr() % 16 == 0
-            if not straight:
-                sizes = torch.zeros(len(slots), dtype=torch.int64, device=arena.buffer.device)
-            codecs[codec].encode_many(
-                [own.words for own in segments],
-                [own.state for own in segments],
-                [own.payload for own in segments],
-                sizes,
-            )
-            if not straight:
-                self._exchange.fill(wave.ticket, slots, sizes)
+                by_codec.setdefault(own.codec, []).append((own, payload))
+        codecs = self._buckets[0].codecs
+        parts = [Part(codecs[codec], *zip(*segments, strict=True)) for codec, segments in by_codec.items()]
+        return Plan(parts, self._decisions(pieces))
 
-    def _decisions(self, wave: Wave) -> int:
+    def _decisions(self, pieces: Sequence[tuple[GatherBucket, int]]) -> int:
         """A hash of what is about to be gathered and how; equal on all ranks of the group."""
-        text = b"".join(
-            bucket.name.encode() + bucket.digest + piece.to_bytes(4) for bucket, piece in wave.pieces
-        )
+        text = b"".join(bucket.name.encode() + bucket.digest + piece.to_bytes(4) for bucket, piece in pieces)
         return int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
