@@ -24,17 +24,24 @@ def assign(scores: torch.Tensor) -> torch.Tensor:
     for _ in range(PRICE_ROUNDS):
         prices = prices + 0.5 * _threshold(priced - prices, room)
     priced = priced - prices
-    best, second = priced.topk(2, dim=1).values.unbind(1)
-    return take(priced, torch.argsort(second - best, dim=1, stable=True), room)
+    best, second = _best_two(priced)
+    order = torch.argsort((second - best).squeeze(1), dim=1, stable=True)
+    return take(priced, order, room)
 
 
 def _threshold(priced: torch.Tensor, room: int) -> torch.Tensor:
     """[B, N, 1]: by how much each rank's price may rise until exactly `room` tokens still prefer it."""
-    best, second = priced.topk(2, dim=1).values.unbind(1)
-    best, second = best[:, None], second[:, None]
+    best, second = _best_two(priced)
     advantage = priced - torch.where(priced == best, second, best)
     # The room-th largest. Not kthvalue, which --deterministic-mode refuses on GPUs.
     return advantage.topk(room, dim=2, sorted=False).values.amin(2, keepdim=True)
+
+
+def _best_two(priced: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, 1, s] each: a token's best and second best score, equal in a tie."""
+    best, rank = priced.max(dim=1, keepdim=True)
+    ranks = torch.arange(priced.shape[1], device=priced.device)[:, None]
+    return best, priced.masked_fill(rank == ranks, -torch.inf).amax(dim=1, keepdim=True)
 
 
 def take(priced: torch.Tensor, order: torch.Tensor, room: int) -> torch.Tensor:

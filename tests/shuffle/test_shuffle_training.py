@@ -156,7 +156,7 @@ def test_tables_follow_a_placement_fitted_in_the_run(tmp_path):
         "--num-layers 5 --seq-length 512 --max-position-embeddings 512 --train-iters 2000 --exit-interval 15 "
     )
     words += "--correlated-placement --token-shuffle --placement-fit-iteration 1 --placement-fit-tokens 1024 "
-    words += "--vocab-size 1023 --placement-refit-interval 0"
+    words += "--vocab-size 1023 --placement-refit-interval 0 --num-experts 16"
     run = launch(tmp_path / "run", 2, [*FLAGS, *words.split()]).check()
     assert "fit of iteration 1, applied after iteration 6: experts moved in" in run.output
     assert "layers after iteration 6" not in run.output
