@@ -32,7 +32,7 @@ class Tuning:
     wave_pieces: pieces' worth of own payloads that are encoded together, at most.
     """
 
-    piece_bytes: int = 128 << 20
+    piece_bytes: int = 256 << 20
     num_slots: int = 2
     wave_pieces: int = 2
 

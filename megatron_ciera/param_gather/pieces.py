@@ -6,7 +6,7 @@ Short pieces leave little encoding and decoding uncovered, long ones cost fewer 
 from collections.abc import Iterator, Sequence
 
 from megatron_ciera.param_gather.layout import piece_lengths
-from megatron_ciera.param_gather.selection import Costs
+from megatron_ciera.param_gather.selection import HOST_FACTOR, Costs
 
 # Share of the raw bytes that is expected before anything was measured; docs/codec.md.
 EXPECTED_RATIO = {"delta": 0.2, "exponent-reuse": 0.7}
@@ -45,8 +45,7 @@ def predict_seconds(
 ) -> float:
     """From the first encoding to the last decoding, of one bucket on idle lanes.
 
-    The encoder, the wire, the decoder and the host, which issues every call, each do one thing at a time. A call
-    costs the host what it takes at the smallest size that was measured.
+    The encoder, the wire, the decoder and the host, which issues every call, each do one thing at a time.
     """
     encode, decode, comm = costs.encode[codec], costs.decode[codec], costs.comm
     waves = list(wave_counts(lengths, wave_pieces))
@@ -62,14 +61,14 @@ def predict_seconds(
             return
         count = waves[len(sizes)]
         encoder = max(encoder, host) + encode(sum(lengths[first : first + count]))
-        host += encode(0)
+        host += HOST_FACTOR * encode(0)
         sizes.append(max(encoder, host) + costs.exchange)
         first += count
 
     def decode_piece(index: int) -> None:
         nonlocal host, decoder
         decoder = max(decoder, host, arrived[index]) + decode(lengths[index] * (ranks - 1))
-        host += decode(0)
+        host += HOST_FACTOR * decode(0)
         decoded.append(decoder)
 
     start_wave()
@@ -81,7 +80,7 @@ def predict_seconds(
             free = decoded[index - 2] if index >= 2 else 0.0
             payload = lengths[index] * itemsize * EXPECTED_RATIO[codec]
             wire = max(wire, host, free) + comm(payload)
-            host += comm(0)
+            host += HOST_FACTOR * comm(0)
             arrived.append(wire)
             if index:
                 decode_piece(index - 1)
