@@ -198,7 +198,8 @@ def table(report: dict) -> list[str]:
                 shown = m.get("unavailable") or (
                     f"{m['speedup']:5.2f}x  {m['milliseconds']:8.3f} of {m['raw_milliseconds']:8.3f} ms  "
                     f"ratio {m['ratio']:.3f} enc {m.get('encode_ms', 0):.2f} dec {m.get('decode_ms', 0):.2f} "
-                    f"{'+'.join(m['codecs']) or 'raw'}"
+                    f"{'+'.join(m['codecs']) or 'raw'} pieces {m['pieces']} waves {m['exchanges']:.1f} "
+                    f"extra {_mb(m['extra_bytes'])} of stated {_mb(m['stated_bytes'])} MB"
                 )
                 lines.append(
                     f"bench   {deltas:<15} {link:<7} {found['bus_gb_s'] or 0:6.1f} GB/s {mode:<35} {shown}"

@@ -194,20 +194,22 @@ def _same(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> float:
 
 def run_mode(bench: Bench, mode: str, options) -> dict:
     """Parity over a turn of the steps, then times, bytes and memory of one mode."""
+    held_before = allocated(bench.device)
     group = bench.group(mode, options.coder, warmup=2)
     for _ in range(6):
         bench.step(group)
         bench.gather(group)
         bench.check(mode)
-    group.ledger.take(["bytes_raw", "bytes_sent", "bytes_payload_mean", "coded_gathers", "exchanges"])
+    group.ledger.take(_COUNTED)
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     times = bench.seconds(group, options.repeats)
-    names = ["bytes_raw", "bytes_sent", "bytes_payload_mean", "coded_gathers", "exchanges"]
-    raw, sent, mean, coded, exchanges = group.ledger.take(names)
+    raw, sent, mean, coded, exchanges = group.ledger.take(_COUNTED)
     for _ in range(Stopwatch.EVERY):
-        bench.step(group)
-        bench.gather(group)
+        gather_without_waits(bench, group)
     watch = {f"{name}_ms": value for name, value in group._lane.watch.read().items()}
     bench.check(mode)
+    group.check_damage()
     memory = group.memory | {"ring": group._ring.num_bytes}
     used = [row.codecs for row in group._decider.decision.rows]
     return {
@@ -220,8 +222,33 @@ def run_mode(bench: Bench, mode: str, options) -> dict:
         "pieces": [len(bucket.pieces) for bucket in group.buckets],
         "codecs": sorted({codec for codecs in used for codec in codecs}),
         "memory_bytes": memory,
+        "stated_bytes": sum(memory.values()),
+        "extra_bytes": allocated(bench.device, peak=True) - held_before,
         **watch,
     }
+
+
+_COUNTED = ("bytes_raw", "bytes_sent", "bytes_payload_mean", "coded_gathers", "exchanges")
+
+
+def allocated(device: torch.device, peak: bool = False) -> int:
+    """Bytes that PyTorch's allocator has given out now, or at most since its peak was reset; 0 on CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+
+
+def gather_without_waits(bench: Bench, group: ShardGroup) -> None:
+    """A step and its gather; RuntimeError if the host waits for the device anywhere but in the exchange's event."""
+    cuda = bench.device.type == "cuda"
+    if cuda:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        bench.step(group)
+        bench.gather(group)
+    finally:
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def main() -> None:
