@@ -106,8 +106,9 @@ class ShardGroup:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes held on this rank: codec states, and staging for outgoing payloads."""
-        return {"state": sum(b.state_bytes for b in self.buckets), "staging": self._waves.num_bytes}
+        """Bytes held on this rank: codec states, and staging for outgoing payloads and samples."""
+        probes = self._decider.probe.num_bytes if self._decider is not None else 0
+        return {"state": sum(b.state_bytes for b in self.buckets), "staging": self._waves.num_bytes + probes}
 
     def stepped(self) -> None:
         """The optimizer is about to write new values into the own shards."""
@@ -131,6 +132,7 @@ class ShardGroup:
         """Encodes what is gathered first and sends its sizes, beside what runs now."""
         if self._probing or any(self._is_codable(bucket) for bucket in self.buckets):
             self._waves.start_step()
+            self._waves.start_next()
 
     def gather(self, bucket: GatherBucket) -> GatherHandle | Nothing:
         """Starts the gather of `bucket`; returns what has to be waited for. Never waits for payloads on a GPU.
@@ -249,6 +251,7 @@ class ShardGroup:
                 self._rank,
                 lambda piece=piece: self._prepare(bucket, piece),
                 lambda region, piece=piece: self._pack(bucket, piece, region),
+                self._waves.start_next,
                 lambda received, piece=piece: bucket.unpack(piece, received),
             )
             for piece in range(len(bucket.pieces))

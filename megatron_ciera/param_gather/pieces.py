@@ -74,14 +74,15 @@ def predict_seconds(
     start_wave()
     index = 0
     for number, count in enumerate(waves):
-        start_wave()
         host = max(host, sizes[number])
-        for _ in range(count):
+        for place in range(count):
             free = decoded[index - 2] if index >= 2 else 0.0
             payload = lengths[index] * itemsize * EXPECTED_RATIO[codec]
             wire = max(wire, host, free) + comm(payload)
             host += HOST_FACTOR * comm(0)
             arrived.append(wire)
+            if place == 0:
+                start_wave()
             if index:
                 decode_piece(index - 1)
             index += 1

@@ -52,6 +52,11 @@ class Probe:
         return len(self.kinds) * (len(_COUNTS) + len(self.codecs))
 
     @property
+    def num_bytes(self) -> int:
+        """Memory of the samples held now."""
+        return sum(before.nbytes for before in self._before or ())
+
+    @property
     def ready(self) -> bool:
         return self._ready
 

@@ -92,6 +92,7 @@ class PayloadTransfer(Transfer):
     Args:
         prepare: called first; returns the padded bytes, which all ranks know by then.
         pack: writes this rank's payload into its region of the buffer (uint8, the padded bytes).
+        sent: called when the piece is on its way.
         unpack: given the buffer, the padded bytes of one rank after the other, applies the other ranks' payloads.
     """
 
@@ -104,17 +105,19 @@ class PayloadTransfer(Transfer):
         rank: int,
         prepare: Callable[[], int],
         pack: Callable[[torch.Tensor], None],
+        sent: Callable[[], None],
         unpack: Callable[[torch.Tensor], None],
     ):
         super().__init__(lane)
         self._ring, self._group, self._size, self._rank = ring, group, size, rank
-        self._prepare, self._pack, self._unpack = prepare, pack, unpack
+        self._prepare, self._pack, self._sent, self._unpack = prepare, pack, sent, unpack
         self._num_bytes = 0
         self._buffer: torch.Tensor | None = None
 
     def launch(self) -> None:
         self._num_bytes = self._prepare()
         super().launch()
+        self._sent()
 
     def _start(self):
         self._buffer = self._ring.take(self, self._size * self._num_bytes)

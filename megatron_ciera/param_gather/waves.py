@@ -120,12 +120,13 @@ class Waves:
             arena.wave = None
 
     def start_step(self, first: GatherBucket | None = None) -> None:
-        """The step's first wave, of `first` before others, and the next: encoding begins after what the caller's
-        current stream holds now. Without anything to encode the counts of the probe are sent alone."""
+        """The step's first wave, of `first` before others, or the counts of the probe alone.
+
+        Encoding begins after what the caller's current stream holds now.
+        """
         if self._number == 0:
             self._lanes.encode.after_compute()
             self._start(first)
-            self._start_next()
 
     def need(self, bucket: GatherBucket, piece: int) -> None:
         """After this a piece is encoded and every rank knows its sizes. NOTE: waits on the host for the exchange."""
@@ -133,7 +134,6 @@ class Waves:
             if self._free_arena() is None:
                 self._give_up()
             self._start(bucket)
-        self._start_next()
         self.agree(bucket.wave_of[piece])
 
     def packed(self, bucket: GatherBucket, piece: int) -> None:
@@ -154,7 +154,12 @@ class Waves:
             if wave.probed:
                 self._take_counts(counts)
 
-    def _start_next(self) -> None:
+    def start_next(self) -> None:
+        """Encodes a wave ahead, if there is room and something to encode.
+
+        To be called when a piece was put on the wire: the host takes longer to start a wave than the device to encode
+        a short one, and the first piece must not wait for that.
+        """
         if self.ahead and self._free_arena() is not None and next(self._upcoming(None), None):
             self._start(None)
 
