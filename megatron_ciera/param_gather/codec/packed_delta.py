@@ -152,7 +152,7 @@ class PackedDelta(PackedReference):
         if old.numel() < HASH_BLOCK or num_escapes > HASH_BLOCK or coded.size < start:
             return None
         lengths = coded[:_LENGTH_BYTES].astype(np.int64)
-        starts = start + 4 * (np.cumsum(lengths) - lengths)
+        starts = start + np.cumsum(lengths) - lengths
         if (starts + TAIL_BYTES > coded.size).any():
             return None
         near = coded[_LENGTH_BYTES : _LENGTH_BYTES + _FLAG_BYTES].reshape(-1, LANES, 4)[:, :, ::-1]
@@ -194,17 +194,17 @@ def backwards(flags: torch.Tensor) -> torch.Tensor:
 
 
 def pack_bits(code: torch.Tensor, width: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of every lane one after the other, lowest bit first, in whole little-endian 32-bit words: (bytes of
-    all lanes, words of each lane as uint8 [LANES])."""
+    """Codes of every lane one after the other, lowest bit first, in whole bytes: (bytes of all lanes, padded to
+    a multiple of 4; bytes of each lane as uint8 [LANES])."""
     start = torch.cumsum(width, 1) - width
-    words = (width.sum(1) + 31) // 32
-    bits = torch.zeros(LANES, 32 * int(words.max()), dtype=torch.uint8)
+    lengths = ((width.sum(1) + 7) // 8).numpy()
+    bits = torch.zeros(LANES, 8 * int(lengths.max()), dtype=torch.uint8)
     for bit in range(int(width.max())):
         lane, value = torch.nonzero(width > bit, as_tuple=True)
         bits[lane, start[lane, value] + bit] = (code[lane, value] >> bit & 1).to(torch.uint8)
-    packed = np.packbits(bits.numpy(), axis=1, bitorder="little").reshape(LANES, -1, 4)
-    there = np.arange(packed.shape[1]) < words.numpy()[:, None]
-    return packed[there].reshape(-1), words.numpy().astype(np.uint8)
+    packed = np.packbits(bits.numpy(), axis=1, bitorder="little")
+    streams = packed[np.arange(packed.shape[1]) < lengths[:, None]]
+    return np.concatenate([streams, np.zeros(-streams.size % 4, np.uint8)]), lengths.astype(np.uint8)
 
 
 def unpack_bits(coded: np.ndarray, width: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ How `delta` codes a difference. z = zigzag(new - old modulo 2^16) is small when 
 value, and an update of the same absolute size is half as many last places for every step of the old exponent
 e. So two widths follow from e alone: b = clip(centre - e, 0, max_width) and a = max(b - step, 0). A value with
 z < 2^a takes a bits, one of the next 2^b values takes b bits, flags tell them apart, and what is larger
-becomes a record. Each of LANES lanes codes its VALUES values by itself into whole 32-bit words.
+becomes a record. Each of LANES lanes codes its VALUES values by itself into whole bytes.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ DENSE_STEP, SPARSE_STEP = 2, 15
 POSITION_BITS = 12
 NUM_ESCAPES_RAW, NUM_ESCAPES_SAME = 0xFFFF, 0xFFFE  # block modes, told apart by the number of records
 DESCRIPTOR_BYTES = 8
-TAIL_BYTES = 96  # zeros behind the last block: a decoder reads whole words, up to 23 beyond a lane's first
+TAIL_BYTES = 96  # zeros behind the last block: a decoder reads whole words, up to 23 after a lane's first
 
 
 @dataclass(frozen=True)

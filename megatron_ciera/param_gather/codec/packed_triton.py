@@ -33,11 +33,11 @@ class TritonPlans:
     # Launch options measured on an H200 (docs/results); the register cap is NVIDIA's.
     encode_options = {"num_warps": 4, "maxnreg": 128}
     decode_options = {"num_warps": 4, "maxnreg": 128}
+    hip_warps = 4
 
     def prepare(self) -> None:
         if torch.version.hip:
-            self.encode_options = {"num_warps": self.encode_options["num_warps"]}
-            self.decode_options = {"num_warps": self.decode_options["num_warps"]}
+            self.encode_options = self.decode_options = {"num_warps": self.hip_warps}
         self.kept_blocks = Kept()
         self.multipliers = torch.from_numpy(position_factors(self.fmt).view(np.int32)).to(self.device)
         self.identity = (
@@ -73,8 +73,9 @@ class PackedDeltaTriton(TritonPlans, PackedDelta):
     may differ from run to run; what they decode to does not.
     """
 
-    encode_options = {"num_warps": 2, "maxnreg": 128}
+    encode_options = {"num_warps": 2, "maxnreg": 168}  # a thread a lane
     decode_options = {"num_warps": 2, "maxnreg": 128}
+    hip_warps = 1
 
     def __init__(self, dtype, block_size, device):
         super().__init__(dtype, block_size, device)

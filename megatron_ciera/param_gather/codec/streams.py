@@ -7,6 +7,7 @@ then carries two.
 """
 
 import struct
+import threading
 
 import numpy as np
 import zstandard
@@ -19,6 +20,16 @@ _PAIR_SHARE = 0.01  # nibble pairs pay as long as no more than this share of sym
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, window_log=17, hash_log=6, write_content_size=1
 )
+
+_OF_THREAD = threading.local()
+
+
+def _coder(kind: str):
+    """This thread's 'compressor' or 'decompressor': making one takes as long as coding a kilobyte."""
+    if not hasattr(_OF_THREAD, kind):
+        _OF_THREAD.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+        _OF_THREAD.decompressor = zstandard.ZstdDecompressor()
+    return getattr(_OF_THREAD, kind)
 
 
 class BodyReader:
@@ -48,7 +59,7 @@ class StreamError(ValueError):
 
 def write_bytes(values: np.ndarray) -> bytes:
     """A length-prefixed coded stream of bytes (uint8 or int8): u32 coded bytes, then a Zstandard frame."""
-    frame = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(values.tobytes())
+    frame = _coder("compressor").compress(values.tobytes())
     return struct.pack("<I", len(frame)) + frame
 
 
@@ -59,7 +70,7 @@ def read_bytes(reader: BodyReader, count: int) -> np.ndarray:
     try:
         if zstandard.frame_content_size(frame) != count:
             raise StreamError("stream has another length")
-        return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
+        return np.frombuffer(_coder("decompressor").decompress(frame), np.uint8)
     except zstandard.ZstdError as error:
         raise StreamError(str(error)) from error
 

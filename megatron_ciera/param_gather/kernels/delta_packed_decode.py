@@ -91,14 +91,15 @@ def decode_coded(
     if WORD32:
         fixed_words += HASH_BLOCK // 2
     records = body + fixed_words
-    lane_words = tl.load(body.to(tl.pointer_type(tl.uint8), bitcast=True) + lane).to(tl.int32)
-    stream_start = fixed_words + num_escapes + tl.cumsum(lane_words, 0) - lane_words
+    lane_bytes = tl.load(body.to(tl.pointer_type(tl.uint8), bitcast=True) + lane).to(tl.int32)
+    first_byte = tl.cumsum(lane_bytes, 0) - lane_bytes
+    stream_start = fixed_words + num_escapes + (first_byte >> 2)
     # No lane's codes reach further than TAIL_WORDS. One whose place is wrong reads the payload's front.
     stream = payload + tl.where(stream_start + TAIL_WORDS <= room, offset + stream_start, 0)
 
     # Step 1: codes to words; values with a record keep their old upper half for now.
     new_pairs = ()
-    place = tl.zeros([LANES], tl.int32)
+    place = (first_byte & 3) * 8
     hashed = tl.zeros([LANES], tl.int32)
     for g in tl.static_range(VALUES // 8):
         if g % 4 == 0:

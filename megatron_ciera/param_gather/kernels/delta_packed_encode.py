@@ -17,8 +17,8 @@ from .lanes import (
     STEP,
     TAIL_WORDS,
     VALUES,
-    add_three,
     body_start,
+    combine_lanes,
     count_bits32,
     exponent_of,
     load_pairs,
@@ -168,17 +168,19 @@ def encode_whole(
             escape_flags = escape_flags + (~fitting,)
 
     # Step 2: sizes and places.
-    lane_words = (lane_bits + 31) >> 5
+    lane_bytes = (lane_bits + 7) >> 3
     lane_escapes = count_bits32(escape_flags[0]) + count_bits32(escape_flags[1])
-    sized = lane_words | (lane_escapes << 16)
+    sized = lane_bytes | (lane_escapes << 16)
     before = tl.cumsum(sized, 0) - sized
     hashed *= tl.load(lane_factors + lane)
-    total, block_hash, block_changed = tl.reduce((sized, hashed, changed), 0, add_three)
+    total, block_hash, block_changed, most = tl.reduce(
+        (sized, hashed, changed, lane_escapes), 0, combine_lanes
+    )
     num_escapes = total >> 16
     fixed_words = LANES // 4 + VALUES // 32 * LANES
     if WORD32:
         fixed_words += HASH_BLOCK // 2
-    coded_words = fixed_words + num_escapes + (total & 0xFFFF)
+    coded_words = fixed_words + num_escapes + ((total & 0xFFFF) + 3 >> 2)
     is_same = block_changed == 0
     is_raw = (coded_words >= RAW_WORDS) & (is_same == 0)
     is_coded = (is_raw == 0) & (is_same == 0)
@@ -189,7 +191,7 @@ def encode_whole(
 
     # Step 3: store. Masks and no branch: a compiler would move most of step 1 into it, and keep its inputs.
     everywhere = is_coded & (lane >= 0)
-    tl.store(body.to(tl.pointer_type(tl.int8), bitcast=True) + lane, lane_words.to(tl.int8), mask=everywhere)
+    tl.store(body.to(tl.pointer_type(tl.int8), bitcast=True) + lane, lane_bytes.to(tl.int8), mask=everywhere)
     flags = body + LANES // 4
     for q in tl.static_range(VALUES // 32):
         tl.store(flags + q * LANES + lane, near_flags[q], mask=everywhere)
@@ -199,33 +201,43 @@ def encode_whole(
             again = load_pairs(new_words, lane, g, WORD32)
             store_quad(lows, lane, g, again[5], again[6], again[7], again[8], everywhere[:, None])
     records = body + fixed_words
-    stream = records + num_escapes + (before & 0xFFFF)
-    place = tl.zeros([LANES], tl.int32)
+    first_byte = before & 0xFFFF
+    stream = records + num_escapes + (first_byte >> 2)
+    word = tl.zeros([LANES], tl.int32)
+    place = (first_byte & 3) * 8
     open_word = tl.zeros([LANES], tl.uint32)
     for j in tl.static_range(VALUES // CHUNK):
         shifted = chunks[j].to(tl.uint32, bitcast=True).to(tl.uint64) << place.to(tl.uint64)
         open_word |= shifted.to(tl.uint32)
         place += chunk_bits[j]
         full = place >= 32
-        tl.store(stream, open_word.to(tl.int32, bitcast=True), mask=full & is_coded)
+        tl.store(stream + word, open_word.to(tl.int32, bitcast=True), mask=full & is_coded)
         open_word = tl.where(full, (shifted >> 32).to(tl.uint32), open_word)
-        stream += place >> 5
+        word += place >> 5
         place &= 31
-    tl.store(stream, open_word.to(tl.int32, bitcast=True), mask=(place > 0) & is_coded)
+    # A lane's first word may have had the last bytes of lanes before it, which come now.
+    tl.debug_barrier()
+    last_bytes = (stream + word).to(tl.pointer_type(tl.uint8), bitcast=True)
+    first_here = tl.where(word == 0, first_byte & 3, 0)
+    for k in tl.static_range(4):
+        there = (k >= first_here) & (place > 0) & ((k * 8 < place) | (lane == LANES - 1)) & is_coded
+        tl.store(last_bytes + k, (open_word >> (8 * k)).to(tl.uint8), mask=there)
     if is_coded & (num_escapes > 0):
         record = records + (before >> 16)
-        for q in tl.static_range(VALUES // 32):
-            left = escape_flags[q]
-            most = tl.max(count_bits32(left), 0)
-            while most > 0:
-                there = left != 0
-                position = value_position(q * 32 + 31 - lowest_bit_index(left), lane, WORD32)
-                new = load_half(new_words, position, there, WORD32)
-                old = load_half(old_words, position, there, WORD32)
-                tl.store(record, position | ((new - old) << POSITION_BITS), mask=there)
-                record += there.to(tl.int32)
-                left &= left - 1
-                most -= 1
+        left, later = escape_flags[0], escape_flags[1]
+        while most > 0:
+            in_first = left != 0
+            flags_here = tl.where(in_first, left, later)
+            there = flags_here != 0
+            value = tl.where(in_first, 31, 63) - lowest_bit_index(flags_here)
+            position = value_position(value, lane, WORD32)
+            new = load_half(new_words, position, there, WORD32)
+            old = load_half(old_words, position, there, WORD32)
+            tl.store(record, position | ((new - old) << POSITION_BITS), mask=there)
+            record += there.to(tl.int32)
+            later = tl.where(in_first, later, later & (later - 1))
+            left &= left - 1
+            most -= 1
     if is_raw:
         copy_words(new_words, body, RAW_WORDS)
 

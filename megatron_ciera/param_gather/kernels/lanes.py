@@ -133,8 +133,8 @@ def position_factor(word_factors, position, there, WORD32: tl.constexpr):
 
 
 @triton.jit
-def add_three(a0, b0, c0, a1, b1, c1):
-    return a0 + a1, b0 + b1, c0 | c1
+def combine_lanes(size0, hash0, changed0, escapes0, size1, hash1, changed1, escapes1):
+    return size0 + size1, hash0 + hash1, changed0 | changed1, tl.maximum(escapes0, escapes1)
 
 
 @triton.jit
