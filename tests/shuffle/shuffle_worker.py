@@ -44,6 +44,12 @@ CASES = {
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
         "exchange",
     ),
+    "TP 2, selective recompute": (
+        2,
+        2,
+        {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
+        "exchange",
+    ),
     "TP 2, block recompute": (
         2,
         1,
