@@ -24,7 +24,7 @@ def plan_pieces(
     size = dist.get_world_size(group)
     itemsize = torch.empty(0, dtype=dtype).element_size()
     most = max(1, tuning.piece_bytes // (size * itemsize))
-    if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
+    if not has_nccl(group):
         return None, most
     costs = measure_costs(group, exchange_group, codecs, largest_shard, dtype, overlap)
     if not overlap or size == 1:
@@ -32,6 +32,11 @@ def plan_pieces(
     return costs, choose_piece_values(
         largest_shard, most, itemsize, size, next(iter(codecs)), costs, tuning.wave_pieces
     )
+
+
+def has_nccl(group) -> bool:
+    """Whether times on this group mean anything."""
+    return torch.cuda.is_available() and dist.get_backend(group) == "nccl"
 
 
 def measure_costs(

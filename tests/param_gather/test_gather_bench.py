@@ -1,5 +1,9 @@
 """The benchmark's data: real words tiled to a shard, changes thinned to a given share."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -35,3 +39,16 @@ def test_thinning_takes_changes_back():
         same = sum(int((before[n] == step[n]).sum()) for n in STEP) / 10768
         assert same == pytest.approx(0.78, abs=0.02)
         assert all(((step[n] == before[n]) | (step[n] == target[n])).all() for n in STEP)
+
+
+@pytest.mark.slow
+def test_emulated_wire_gathers_the_right_bits(tmp_path):
+    for step in range(3):
+        words = {name: values + np.uint16(step) for name, values in STEP.items()}
+        np.savez(tmp_path / f"{step}.npz", **words)
+    script = Path(__file__).resolve().parents[2] / "scripts" / "emulate_param_gather.py"
+    files = [str(tmp_path / f"{step}.npz") for step in range(3)]
+    command = [sys.executable, str(script), "--num-values", "100000", "--repeats", "2", "--links", "25:30"]
+    found = subprocess.run([*command, "--weights", *files], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert [line.split()[1] for line in found.stdout.splitlines()] == ["delta", "auto"]
