@@ -86,8 +86,8 @@ def stock(folder, train):
 
 @pytest.fixture(scope="module")
 def run_a(folder, train, maps, stock):
-    """Iterations 2 and 3 under placement A with the deduplicating dispatcher, both saved in the background."""
-    words = [*resume(folder / "plain", 1), "--save", folder / "under_a", "--save-interval", 1, "--async-save"]
+    """Iterations 2 and 3 under placement A with the deduplicating dispatcher, both saved."""
+    words = [*resume(folder / "plain", 1), "--save", folder / "under_a", "--save-interval", 1]
     return train("run_a", *placed(folder, "a"), *words)
 
 
@@ -164,22 +164,6 @@ def test_one_expert_parallel_rank_computes_the_same(folder, train, run_a, stock)
     assert sum("experts" in name for name in saved) == 2
     for name in saved:
         assert torch.equal(saved[name].view(torch.uint8), given[name].view(torch.uint8)), name
-
-
-@pytest.mark.slow
-def test_experts_that_move_while_the_last_checkpoint_is_written(folder, train):
-    """Saved in the background after iteration 1, moved after iteration 2: both hold the contiguous run's bits."""
-    words = "--seq-length 512 --max-position-embeddings 512 --global-batch-size 8 --vocab-size 1023"
-    words = [*words.split(), "--train-iters", 2000, "--exit-interval", 2, "--save-interval", 1]
-    fit = "--correlated-placement --placement-fit-iteration 2 --placement-refit-interval 1"
-    fit += " --placement-fit-tokens 2048"
-    train("unmoved", *words, "--save", folder / "unmoved_saved", BY_EXPERT, expert_parallel=4)
-    saved = ["--save", folder / "moved_saved", "--async-save"]
-    moved = train("moved", *words, *fit.split(), *saved, expert_parallel=4)
-    assert re.search(r"applied after iteration 2: experts moved in [12] of 2 layers", moved.output)
-    for iteration in (1, 2):
-        first, second = (checkpoint(folder / f"{run}_saved", iteration) for run in ("unmoved", "moved"))
-        same_checkpoint(first, second)
 
 
 @pytest.mark.parametrize(
