@@ -21,7 +21,7 @@ def run_worker(*arguments: str) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-@pytest.mark.parametrize("dtype", ("bf16", "fp16", "fp32"))
+@pytest.mark.parametrize("dtype", ("bf16", pytest.param("fp16", marks=pytest.mark.slow), "fp32"))
 @pytest.mark.parametrize("name", CODECS)
 def test_kernels_write_the_bytes_of_their_twins(name, dtype):
     run_worker(name, dtype)
