@@ -72,8 +72,6 @@ _GPU_ONLY = {
     "--use-megatron-fsdp": _FULLY_SHARDED,
     "--use-torch-fsdp2": _FULLY_SHARDED,
     "--use-nccl-ub": "NCCL is not used",
-    "--use-persistent-ckpt-worker": "its process would share the tensors that training goes on changing: nothing is "
-    "copied from a GPU first. --async-save without it saves in the foreground",
     "--record-memory-history": "there is no CUDA memory",
 }
 

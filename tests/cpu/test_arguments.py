@@ -33,11 +33,6 @@ def test_complete_command_line_is_left_alone():
     assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
-def test_saving_in_the_background_is_refused():
-    with pytest.raises(ConfigurationError, match="--use-persistent-ckpt-worker.*share the tensors"):
-        cpu.default_arguments(["--async-save", "--use-persistent-ckpt-worker"], {})
-
-
 def test_async_save_gets_the_strategy_that_the_wheel_has():
     completed, notes = cpu.default_arguments(["--async-save"], {})
     assert "--async-strategy mcore" in notes

@@ -166,6 +166,22 @@ def test_one_expert_parallel_rank_computes_the_same(folder, train, run_a, stock)
         assert torch.equal(saved[name].view(torch.uint8), given[name].view(torch.uint8)), name
 
 
+@pytest.mark.slow
+def test_experts_that_move_while_the_last_checkpoint_is_written(folder, train):
+    """Saved in the background after iteration 1, moved after iteration 2: both hold the contiguous run's bits."""
+    words = "--seq-length 512 --max-position-embeddings 512 --global-batch-size 8 --vocab-size 1023"
+    words = [*words.split(), "--train-iters", 2000, "--exit-interval", 2, "--save-interval", 1]
+    fit = "--correlated-placement --placement-fit-iteration 2 --placement-fit-tokens 2048".split()
+    train("unmoved", *words, "--save", folder / "unmoved_saved", BY_EXPERT, expert_parallel=4)
+    saved = ["--save", folder / "moved_saved", "--async-save", "--use-persistent-ckpt-worker"]
+    moved = train("moved", *words, *fit, *saved, expert_parallel=4)
+    assert "Disabling --async-save" not in moved.output
+    assert "applied after iteration 2: experts moved in 2 of 2 layers" in moved.output
+    for iteration in (1, 2):
+        first, second = (checkpoint(folder / f"{run}_saved", iteration) for run in ("unmoved", "moved"))
+        same_checkpoint(first, second)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
