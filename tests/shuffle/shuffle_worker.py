@@ -1,7 +1,7 @@
 """A real GPT model with MoE layers, trained plain, and from equal states shuffled: losses and all gradients compared.
 
-torchrun … shuffle_worker.py OUT CASE…: each rank writes OUT/rank<R>.json = {case: result}. Four processes: twice
-TP = EP = 2 (data parallel), or TP = EP = 4.
+torchrun … shuffle_worker.py OUT CASE…: each rank writes OUT/rank<R>.json = {case: result}. On four processes
+TP = EP = 2 has two data-parallel replicas.
 """
 
 import json
@@ -230,7 +230,7 @@ def main(out: Path, names: list[str]) -> None:
     # Memory that nothing has written is NaN: a row that was planned but never arrived shows.
     torch.use_deterministic_algorithms(True)
     results = {}
-    for ranks in (2, 4):
+    for ranks in sorted({CASES[name][0] for name in names}):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=ranks, expert_model_parallel_size=ranks, expert_tensor_parallel_size=1
         )
