@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("kernel_worker.py")
 
 def run(*words):
     pytest.importorskip("triton", reason="needs Triton")
-    return subprocess.run([sys.executable, WORKER, *words], capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, WORKER, *words], capture_output=True, text=True, timeout=900)
 
 
 def test_kernels_in_the_interpreter():
