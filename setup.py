@@ -36,6 +36,17 @@ setup(
         "test": ["pytest", "hypothesis", "matplotlib", "safetensors"],
         "dev": ["ruff", "pre-commit"],
     },
+    # The command lines of scripts/ that need no clone; training itself: python -m megatron_ciera SCRIPT.
+    entry_points={
+        "console_scripts": [
+            "ciera-fit-placement = placement.cli_fit:main",
+            "ciera-evaluate-placement = placement.cli_evaluate:main",
+            "ciera-measure-stability = megatron_ciera.param_gather.codec.stability_cli:main",
+            "ciera-loss-compare = megatron_ciera.comparison_cli:main",
+            "ciera-simulate = megatron_ciera.simulator.cli:main",
+            "ciera-measure-links = megatron_ciera.simulator.links:main",
+        ]
+    },
     classifiers=[
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
