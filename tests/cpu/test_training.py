@@ -73,7 +73,10 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "virtual pipeline" else ()) for name in RESUMED],
+)
 def test_resumed_run_ends_with_the_same_bits(name, tmp_path):
     flags = [*(flag for flag in TINY if flag != "--bf16"), "--train-iters", 4, *RESUMED[name]]
     checkpoints = tmp_path / "checkpoints"
