@@ -70,12 +70,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _predict(links: dict, runs: dict, options) -> list:
     cluster = load_config(options.config).cluster
+    traces = {
+        (kind, link): read_trace(str(options.output / f"trace_{link}_{kind}"))
+        for kind, variant, link in runs
+        if variant == "stock"
+    }
     found = []
     for (kind, _variant, link), run in runs.items():
+        target = on_link(cluster, links[link])
         for recorded_on in options.links:
-            trace = read_trace(str(options.output / f"trace_{recorded_on}_{kind}"))
             recorded = runs[kind, "stock", recorded_on]
-            found.append(predict(run, recorded, trace, on_link(cluster, links[link]), options.codec_gb_s))
+            found.append(predict(run, recorded, traces[kind, recorded_on], target, options.codec_gb_s))
     return found
 
 

@@ -1,19 +1,15 @@
 """Fits a placement in a process of its own: python -m megatron_ciera.moe.fit_process < tokens.npz > result.json
 
-A process and not a thread: the search holds Python's lock, and training must go on. Imports no Megatron.
+Imports no Megatron.
 """
 
-import io
 import json
-import os
 import subprocess
-import sys
-import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
+from megatron_ciera import background
 from placement.file import LayerId
 from placement.fit import NoGainError, fit
 from placement.rows import contiguous_expert_to_rank, count_rows
@@ -67,28 +63,20 @@ def solve(tokens: np.ndarray, held_out: np.ndarray, request: FitRequest) -> FitA
 
 def start(tokens: np.ndarray, held_out: np.ndarray, request: FitRequest) -> subprocess.Popen:
     """Starts the fit and returns at once; `answer_of` waits for it."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Through a file: a pipe would block training until the child has imported what reads it.
-    with tempfile.TemporaryFile() as packed:
-        np.savez(packed, tokens=tokens, held_out=held_out, request=json.dumps(asdict(request)))
-        packed.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-m", "megatron_ciera.moe.fit_process"],
-            stdin=packed,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+    return background.start(
+        "megatron_ciera.moe.fit_process",
+        tokens=tokens,
+        held_out=held_out,
+        request=json.dumps(asdict(request)),
+    )
 
 
 def answer_of(process: subprocess.Popen) -> FitAnswer:
     """Waits for a started fit. A fit that broke is an answer with `failure`."""
-    output, complaint = process.communicate()
-    if process.returncode != 0:
-        last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        return FitAnswer([], [], [], f"the fit ended with code {process.returncode}: {last[0]}")
-    return FitAnswer(**json.loads(output))
+    try:
+        return FitAnswer(**json.loads(background.output_of(process)))
+    except background.FitFailedError as error:
+        return FitAnswer([], [], [], str(error))
 
 
 def _rows(tokens, maps, request: FitRequest) -> list[float]:
@@ -102,7 +90,7 @@ def _rows(tokens, maps, request: FitRequest) -> list[float]:
 
 
 def main() -> None:
-    with np.load(io.BytesIO(sys.stdin.buffer.read())) as given:
+    with background.read_arrays() as given:
         request = FitRequest(**json.loads(str(given["request"])))
         answer = solve(given["tokens"], given["held_out"], request)
     print(json.dumps(asdict(answer)))

@@ -3,19 +3,16 @@
 python -m megatron_ciera.shuffle.fit < windows.npz > tables.pickle  is the process that fits. Imports no Megatron.
 """
 
-import io
-import os
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from megatron_ciera import background
 from placement.prediction import LayerTables, fit_layer_tables
 
 
@@ -61,36 +58,23 @@ def windows_of(
 
 def start(windows: list[Window], num_experts: int, num_ranks: int) -> subprocess.Popen:
     """Starts the fit and returns at once; `tables_of` waits for it."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     arrays = {"sizes": np.array([num_experts, num_ranks])}
     for index, window in enumerate(windows):
         arrays[f"top_indices_{index}"] = window.top_indices
         arrays[f"expert_to_rank_{index}"] = window.expert_to_rank
-    # Through a file: a pipe would block training until the child has imported what reads it.
-    with tempfile.TemporaryFile() as packed:
-        np.savez(packed, **arrays)
-        packed.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-m", "megatron_ciera.shuffle.fit"],
-            stdin=packed,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+    return background.start("megatron_ciera.shuffle.fit", **arrays)
 
 
 def tables_of(process: subprocess.Popen) -> list[LayerTables] | str:
     """Waits for a started fit: tables in the order of its windows, or why there are none."""
-    output, complaint = process.communicate()
-    if process.returncode != 0:
-        last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        return f"the fit ended with code {process.returncode}: {last[0]}"
-    return pickle.loads(output)
+    try:
+        return pickle.loads(background.output_of(process))
+    except background.FitFailedError as error:
+        return str(error)
 
 
 def main() -> None:
-    with np.load(io.BytesIO(sys.stdin.buffer.read())) as given:
+    with background.read_arrays() as given:
         num_experts, num_ranks = given["sizes"].tolist()
         count = sum(name.startswith("top_indices") for name in given.files)
         tables = [

@@ -153,9 +153,7 @@ def _with_codec(gpu: Hardware, given: argparse.Namespace) -> Hardware:
         value = getattr(given, flag)
         if value is not None and not value > 0:
             raise refuse("--" + flag.replace("_", "-"), value, "a positive number", "Correct it.")
-    encode = gpu.encode if given.encode_gb_s is None else given.encode_gb_s * 1e9 / 2
-    decode = gpu.decode if given.decode_gb_s is None else given.decode_gb_s * 1e9 / 2
-    return replace(gpu, encode=encode, decode=decode)
+    return gpu.with_codec(given.encode_gb_s, given.decode_gb_s)
 
 
 def _rates(given: argparse.Namespace, job: Job) -> ChangeRates:
@@ -173,8 +171,7 @@ def _rates(given: argparse.Namespace, job: Job) -> ChangeRates:
             rates, block_change_rate=blocks, source=rates.source + "; block change rates as given"
         )
     if given.gather_ratio is not None:
-        bits = dict.fromkeys(rates.delta_bits, 16 * given.gather_ratio)
-        rates = replace(rates, delta_bits=bits, source=f"{given.gather_ratio:g} of the raw bytes, as given")
+        rates = rates.with_ratio(given.gather_ratio)
     return rates
 
 

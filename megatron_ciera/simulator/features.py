@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -74,6 +74,11 @@ class ChangeRates:
         if codec == "delta":
             return self.delta_bits[kind]
         return 8 + 1 / self.block_size + self.block_change_rate[kind] * _EXPONENT_ENTROPY
+
+    def with_ratio(self, ratio: float) -> "ChangeRates":
+        """With deltas that send `ratio` of the raw bytes, as a run reports it."""
+        bits = dict.fromkeys(self.delta_bits, 16 * ratio)
+        return replace(self, delta_bits=bits, source=f"{ratio:g} of the raw bytes, as given")
 
 
 def rates_at(learning_rate: float, block_size: int = 512) -> ChangeRates:

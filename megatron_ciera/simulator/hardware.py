@@ -1,6 +1,6 @@
 """What one GPU does in a second: published peaks, and the shares of them that training reaches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ciera.cluster import Cluster
 from megatron_ciera.errors import refuse
@@ -34,6 +34,14 @@ class Hardware:
     encode: float
     decode: float
     codec_launch: float = _CODEC_LAUNCH
+
+    def with_codec(self, encode_gb_s: float | None, decode_gb_s: float | None) -> "Hardware":
+        """With measured codec speeds, raw bf16 GB/s as scripts/bench_codec.py prints them; None: as it is."""
+        return replace(
+            self,
+            encode=self.encode if encode_gb_s is None else encode_gb_s * 1e9 / 2,
+            decode=self.decode if decode_gb_s is None else decode_gb_s * 1e9 / 2,
+        )
 
     def seconds(self, flops: float, num_bytes: float, kernels: int) -> float:
         """Matrix products, then elementwise passes; or launching their kernels, if that takes longer."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from megatron_ciera.cluster import Cluster, Link
-from megatron_ciera.simulator.features import ChangeRates, parse_features, rates_at
-from megatron_ciera.simulator.hardware import Hardware, hardware
+from megatron_ciera.simulator.features import parse_features, rates_at
+from megatron_ciera.simulator.hardware import hardware
 from megatron_ciera.simulator.replay import RECORDED, Target, replay
 from megatron_ciera.simulator.trace import Trace
 
@@ -58,7 +58,9 @@ def predict(
     `recorded` took beside the iteration that the trace shows (logging, data) is added as it was.
     codec_gb_s: raw-equivalent (encode, decode) of scripts/bench_codec.py; None: the built-in speeds.
     """
-    gpu, rates = _codec(hardware(cluster), codec_gb_s), _rates(run)
+    gpu, rates = hardware(cluster).with_codec(*codec_gb_s or (None, None)), rates_at(1e-4)
+    if run.gather_ratio is not None:
+        rates = rates.with_ratio(run.gather_ratio)
     features = RECORDED if run.variant == "stock" else parse_features(_WORDS[run.variant])
     size = trace.header["world"]
     target = Target(cluster, gpu, features, rates, size, run.rows_removed)
@@ -92,16 +94,3 @@ def table(predictions: list[Prediction]) -> str:
 
 # A run with --dedup-dispatch counts its rows; `placement` is what makes the replay use that number.
 _WORDS = {"ciera": "ciera", "dedup": "placement"}
-
-
-def _codec(gpu: Hardware, speeds: tuple[float, float] | None) -> Hardware:
-    if speeds is None:
-        return gpu
-    return replace(gpu, encode=speeds[0] * 1e9 / 2, decode=speeds[1] * 1e9 / 2)
-
-
-def _rates(run: Measured) -> ChangeRates:
-    rates = rates_at(1e-4)
-    if run.gather_ratio is None:
-        return rates
-    return replace(rates, delta_bits=dict.fromkeys(rates.delta_bits, 16 * run.gather_ratio))
