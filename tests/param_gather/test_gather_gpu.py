@@ -1,4 +1,7 @@
-"""Training over NCCL against stock, bit for bit: on two GPUs, or with two ranks that share one."""
+"""Training over NCCL against stock, bit for bit: on two GPUs, or with two ranks that share one.
+
+MEGATRON_CIERA_TEST_ITERATIONS=500 makes longer runs of the same kind.
+"""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +19,11 @@ from tests.launching import ROOT, TINY, launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_gpu(), reason="needs a GPU")]
 
+ITERATIONS = int(os.environ.get("MEGATRON_CIERA_TEST_ITERATIONS", "60"))
 LOCAL = (
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm "
-    "--no-masked-softmax-fusion --no-rope-fusion --deterministic-mode --train-iters 60 --lr-decay-iters 60"
+    "--no-masked-softmax-fusion --no-rope-fusion --deterministic-mode "
+    f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS}"
 ).split()
 CODED = "--ciera --ciera-warmup-iters 4 --ciera-no-selection".split()
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather".split()
@@ -57,7 +62,7 @@ def runs(tmp_path_factory):
             folder / name.replace(" ", "_"),
             2,
             [*TINY, *LOCAL, *flags],
-            timeout=280,
+            timeout=220 + ITERATIONS,
             PYTHONPATH=os.pathsep.join(path),
             CUDA_DEVICE_MAX_CONNECTIONS=str(connections),
         )
@@ -74,7 +79,7 @@ def test_bits_of_stock(runs, name):
     stock, ours = runs[RUNS[name][2]].check(), runs[name].check()
     difference = compare(stock.observed, ours.observed)
     assert difference.equal, difference.first_difference
-    assert difference.iterations == 60
+    assert difference.iterations == ITERATIONS
     if "--ciera" in RUNS[name][0]:
         assert ours.iterations[-1]["metrics"]["ciera/coded_gathers"] > 0
 
@@ -82,7 +87,7 @@ def test_bits_of_stock(runs, name):
 def test_a_recorded_iteration_is_replayed_to_its_time(runs):
     trace = read_trace(str(Path(runs["experts recorded"].check().observed) / "trace"))
     assert trace.header["clock"] == "cuda"
-    assert len(trace.iterations) == 60
+    assert len(trace.iterations) == ITERATIONS
     assert replay_as_recorded(trace) == pytest.approx(trace.typical().seconds, rel=1e-6)
     for iteration in trace.iterations[1:]:
         assert all(call.end > call.start for call in iteration.calls.values())
