@@ -65,7 +65,7 @@ class Stack(torch.nn.Module):
 
 def make(options):
     torch.manual_seed(1)
-    stack = Stack().bfloat16()
+    stack = Stack().bfloat16().to(torch.cuda.current_device())
     config = stack.layers[0].config
     model = DistributedDataParallel(config, DistributedDataParallelConfig(**options), stack)
     optimizer = get_megatron_optimizer(
