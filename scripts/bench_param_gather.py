@@ -15,15 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Environments under which NCCL takes another way between the GPUs of one host; GB/s as measured on 2 H200s.
-LINKS = {
-    "nvlink": {},
-    "shm": {"NCCL_P2P_DISABLE": "1"},
-    "socket": {
-        **{"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"},
-        **{"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
-    },
-}
+from _runs import LINKS
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,8 +12,6 @@ A table comes last; FOLDER/report.json has everything, FOLDER/*.log what was pri
 import _path  # noqa: F401, I001
 import argparse
 import json
-import os
-import re
 import statistics
 import subprocess
 import sys
@@ -21,19 +19,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench_param_gather import LINKS
+from _runs import LINKS, LOCAL, SCRIPTS, train
 from megatron_ciera.comparison import compare
-from megatron_ciera.observe import read_peak_memory
 
-SCRIPT = str(Path(__file__).resolve().parent / "pretrain_gpt.py")
-LOCAL = (
-    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--no-rope-fusion --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope --normalization "
-    "RMSNorm --swiglu --disable-bias-linear --tokenizer-type NullTokenizer --mock-data --num-workers 0 "
-    "--eval-iters 0 --eval-interval 100000 --bf16 --use-distributed-optimizer --lr-decay-style cosine "
-    "--weight-decay 0.1 --clip-grad 1.0 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--log-interval 1"
-).split()
 SMALL = (
     "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-experts 8 "
     "--moe-router-topk 2 --moe-ffn-hidden-size 256 --seq-length 128 --max-position-embeddings 128 --vocab-size 1023 "
@@ -66,34 +54,6 @@ STEPS = {
 }
 
 
-def train(folder: Path, gpus: int, flags: list[str], environment: dict, timeout: int) -> dict:
-    """One run, observed in `folder`; its printed text is in `folder.log`. Seconds of each iteration, and timers."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(gpus), SCRIPT, *LOCAL, *flags]
-    environment = os.environ | {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "4"} | environment
-    environment |= {"MEGATRON_CIERA_OBSERVE": str(folder)}
-    begin = time.time()
-    log = folder.with_suffix(".log")
-    try:
-        with open(log, "w") as output:
-            code = subprocess.run(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=timeout
-            ).returncode
-    except subprocess.TimeoutExpired:
-        code = "time limit"
-    text = log.read_text(errors="replace")
-    times = [float(found) / 1e3 for found in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)]
-    return {"exit": code, "wall": time.time() - begin, "seconds": times, "timers": timers(text)}
-
-
-def timers(text: str) -> dict[str, float]:
-    """Median milliseconds of Megatron's timers, the slowest rank's, over the second half of the run."""
-    found: dict[str, list[float]] = {}
-    for name, worst in re.findall(r"^\s+([a-z-]+) \.+: \([\d.]+, ([\d.]+)\)", text, re.M):
-        found.setdefault(name, []).append(float(worst))
-    return {name: statistics.median(values[len(values) // 2 :]) for name, values in found.items()}
-
-
 def parity(options, folder: Path) -> dict:
     """Stock twice, then --ciera in several ways, all runs side by side."""
     count = ["--train-iters", str(options.parity_iterations)]
@@ -113,7 +73,9 @@ def parity(options, folder: Path) -> dict:
     def start(item):
         name, (flags, environment) = item
         place = folder / name.replace(" ", "_").replace(",", "")
-        return train(place, options.gpus, [*SMALL, *count, *flags], environment, options.parity_timeout)
+        return train(
+            place, options.gpus, [*LOCAL, *SMALL, *count, *flags], environment, options.parity_timeout
+        )
 
     with ThreadPoolExecutor(len(runs)) as pool:
         results = dict(zip(runs, pool.map(start, runs.items()), strict=True))
@@ -130,7 +92,7 @@ def bench(options, folder: Path) -> dict:
     """The gather alone, per link, on real deltas and on thinned ones."""
     results = {}
     for name, same in (("as they are", []), ("78 % unchanged", ["--same", "0.78"])):
-        command = [sys.executable, str(Path(__file__).resolve().parent / "bench_param_gather.py"), "--json"]
+        command = [sys.executable, str(SCRIPTS / "bench_param_gather.py"), "--json"]
         command += ["--gpus", str(options.gpus), "--repeats", str(options.repeats), *same]
         command += ["--num-values", str(options.num_values), "--links", *options.links]
         command += ["--modes", *options.modes] if options.modes else []
@@ -158,14 +120,10 @@ def steps(options, folder: Path) -> dict:
         place = folder / f"{link}_{name}".replace(" ", "_").replace(",", "")
         count = ["--train-iters", str(options.step_iterations)]
         size = ["--num-layers", str(options.step_layers)]
-        found = train(place, options.gpus, [*MODEL, *size, *count, *STEPS[name]], LINKS[link], 150)
+        flags = [*LOCAL, *MODEL, *size, *count, *STEPS[name]]
+        found = train(place, options.gpus, flags, LINKS[link], 150)
         seconds = found["seconds"][options.step_iterations // 2 :]
         found["seconds"] = statistics.median(seconds) if seconds else None
-        found["peak_bytes"] = read_peak_memory(place)
-        records = place / "iterations.jsonl"
-        if records.exists():
-            last = json.loads(records.read_text().splitlines()[-1])
-            found["metrics"], found["losses"] = last["metrics"], last["losses"]
         results.setdefault(link, {})[name] = found
     for runs in results.values():
         _add_extra_memory(runs)

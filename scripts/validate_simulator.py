@@ -10,14 +10,10 @@ FOLDER/validation.json has the numbers, FOLDER/*.log what was printed, FOLDER/tr
 import _path  # noqa: F401, I001
 import argparse
 import json
-import os
-import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from bench_param_gather import LINKS
+from _runs import LINKS, TRAIN, iteration_seconds, launch
 from megatron_ciera import observe
 from megatron_ciera.simulator.trace import read_trace
 from megatron_ciera.simulator.validation import Measured, on_link, predict, table
@@ -90,15 +86,10 @@ def _torchrun(words: list[str], link: str, log: Path, **variables: str) -> str:
     Raises:
         SystemExit: they failed; the end of what they printed is shown.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    environment = os.environ | LINKS[link] | {"NCCL_NVLS_ENABLE": "0"} | variables
-    process = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    log.write_text(process.stdout)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}\n{process.stdout[-3000:]}")
-    return process.stdout
+    code, printed = launch(words, 2, log, LINKS[link] | variables)
+    if code:
+        raise SystemExit(f"{' '.join(words)}: exit code {code}\n{printed[-3000:]}")
+    return printed
 
 
 def _measure_link(link: str, options) -> dict:
@@ -109,18 +100,17 @@ def _measure_link(link: str, options) -> dict:
 
 def _train(kind: str, variant: str, link: str, options) -> Measured:
     folder = options.output / f"run_{link}_{kind}_{variant}"
-    words = [str(ROOT / "scripts" / "pretrain_gpt.py"), "--config", options.config, "--mock-data"]
+    words = [TRAIN, "--config", options.config, "--mock-data"]
     words += ["--train-iters", str(options.iterations), "--num-workers", "0", *RUNS[kind, variant]]
     if variant == "stock":
         words += ["--ciera-record", str(options.output / f"trace_{link}_{kind}")]
     printed = _torchrun(words, link, folder.with_suffix(".log"), **{observe.VARIABLE: str(folder)})
-    times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", printed)
     metrics = observe.read_iterations(folder)[-1]["metrics"]
     removed = metrics.get("moe/rows_removed") if variant == "dedup" else None
     return Measured(
         link,
         variant,
-        tuple(float(each) / 1e3 for each in times[options.iterations // 2 :]),
+        tuple(iteration_seconds(printed)[options.iterations // 2 :]),
         metrics.get("ciera/ratio") if variant == "ciera" else None,
         removed,
     )
