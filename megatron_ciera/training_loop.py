@@ -95,6 +95,8 @@ class TrainingLoop:
         self._each("logged", iteration, values)
         if values:
             print_rank_last(metrics.console_line(iteration, values))
+            if (line := metrics.layers_line(iteration, values)) is not None:
+                print_rank_last(line)
             metrics.write(values, iteration, get_tensorboard_writer(), get_wandb_writer())
         if self.observer and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             self.observer.iteration(iteration, losses, grad_norm, values)

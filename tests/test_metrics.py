@@ -28,6 +28,16 @@ def test_console_line_keeps_totals_and_drops_empty_parts():
     )
 
 
+def test_values_of_single_layers_have_a_line_of_their_own():
+    layers = {"moe/rank_load/layer_0": 1.25, "moe/rank_load/layer_12": 1.0, "moe/rank_load/mtp_0": 1.5}
+    assert metrics.console_line(7, VALUES | layers) == metrics.console_line(7, VALUES)
+    line = metrics.layers_line(7, VALUES | layers | {"moe/locality/layer_0": 0.0})
+    assert line == (
+        " [megatron-ciera] iteration        7 by layer | moe/rank_load: 0 1.25, 12 1, mtp_0 1.5 | moe/locality: 0 0"
+    )
+    assert metrics.layers_line(7, VALUES) is None
+
+
 def test_writers_receive_every_value_and_may_be_absent():
     tensorboard, wandb = Writer(), Writer()
     metrics.write(VALUES, 3, tensorboard, wandb)

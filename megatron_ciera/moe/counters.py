@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 # Columns of a layer's summary, each summed over ranks and iterations.
-ROWS, STOCK, TOKENS, INTRA_ROWS, INTER_ROWS, INTRA_STOCK, INTER_STOCK = range(7)
-NUM_COLUMNS = 7
+ROWS, STOCK, TOKENS, LOCAL, INTRA_ROWS, INTER_ROWS, INTRA_STOCK, INTER_STOCK = range(8)
+NUM_COLUMNS = 8
 
 
 @dataclass
@@ -68,18 +68,20 @@ def summaries(counters: Sequence[LayerCounter | None], my_rank: int, same_node: 
         parts = [(values * link).sum(1) for values in (rows, assignments) for link in (intra, ~same_node)]
         hops = torch.stack(parts, dim=1)
     tokens = torch.tensor([[counter.tokens] for counter in here], device=result.device)
-    totals = [rows.sum(1, keepdim=True), assignments.sum(1, keepdim=True), tokens]
+    local = assignments[:, my_rank, None]
+    totals = [rows.sum(1, keepdim=True), assignments.sum(1, keepdim=True), tokens, local]
     result[mine] = torch.cat([*totals, hops, assignments], dim=1)
     return result
 
 
-def metrics(layers: torch.Tensor, volume: "Volume | None") -> dict[str, float]:
+def metrics(layers: torch.Tensor, volume: "Volume | None", names: Sequence[str]) -> dict[str, float]:
     """Metrics of one interval from [layers, NUM_COLUMNS + EP] sums over ranks. Host synchronisation: one.
 
     Counts are exact integers summed over ranks, layers, micro-batches and iterations, forward dispatch only.
     `moe/rows_sent` counts local rows too; bytes count what leaves a rank, dispatch and combine of the forward
     pass (the backward pass sends the same rows again). Without `volume` (dispatchers that are not all-to-all)
-    only what routing and placement decide is reported. Layers without tokens are left out of the shares.
+    only what routing and placement decide is reported. Layers without tokens are left out of the shares, which are
+    means over layers, percentiles over layers, and each layer's own under its name of `names`.
     """
     layers = layers.cpu()
     values = {
@@ -89,7 +91,8 @@ def metrics(layers: torch.Tensor, volume: "Volume | None") -> dict[str, float]:
     }
     if volume is not None:
         values.update(volume.of(layers))
-    seen = layers[layers[:, STOCK] > 0]
+    routed = layers[:, STOCK] > 0
+    seen = layers[routed]
     if len(seen) == 0:
         return values
     removed = 1 - seen[:, ROWS].double() / seen[:, STOCK].double()
@@ -99,6 +102,10 @@ def metrics(layers: torch.Tensor, volume: "Volume | None") -> dict[str, float]:
         values[f"moe/{name}"] = shares.mean().item()
         for percent in (5, 50, 95):
             values[f"moe/{name}_p{percent}"] = torch.quantile(shares, percent / 100).item()
+    locality = seen[:, LOCAL].double() / seen[:, STOCK].double()
+    names = [name for name, found in zip(names, routed.tolist(), strict=True) if found]
+    for metric, shares in (("rows_removed", removed), ("rank_load", load), ("locality", locality)):
+        values.update(zip((f"moe/{metric}/{name}" for name in names), shares.tolist(), strict=True))
     return values
 
 

@@ -27,7 +27,7 @@ from megatron_ciera.moe.recorder import RouteRecorder
 from megatron_ciera.moe.refit import MoveCost, Refit, worthwhile
 from megatron_ciera.moe.schedule import FitSchedule
 from megatron_ciera.moe.sites import expert_bytes, find_sites
-from placement.file import DECODER, MTP, Placement
+from placement.file import DECODER, MTP, LayerId, Placement
 
 
 class MoEFeature(Feature):
@@ -114,7 +114,7 @@ class MoEFeature(Feature):
         dist.all_reduce(columns)
         for counter in self._counters.values():
             counter.reset()
-        return metrics(columns, self._volume)
+        return metrics(columns, self._volume, [layer_name(layer_id) for layer_id in self._layer_ids])
 
     def _attach(self, model_chunks: list) -> None:
         model = get_model_config(model_chunks[0])
@@ -319,6 +319,12 @@ class MoEFeature(Feature):
             self._model.moe_router_topk, self._ep_size, self._ranks_per_node, self._fit_info
         )
         self.run.publish(stored.KEY, document)
+
+
+def layer_name(layer_id: LayerId) -> str:
+    """A layer in the names of metrics: layer_3, mtp_0, mtp_0_1 for the second layer of an MTP head."""
+    inner = f"_{layer_id.inner_layer}" if layer_id.inner_layer else ""
+    return f"{'layer' if layer_id.block == DECODER else layer_id.block}_{layer_id.layer}{inner}"
 
 
 def _gather_parameters(model_chunks: list) -> None:

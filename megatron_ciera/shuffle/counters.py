@@ -104,6 +104,9 @@ def metrics(names: list[str], layers: torch.Tensor, prices: Prices) -> dict[str,
     for name, counts in zip(names, layers, strict=True):
         if not counts.any():
             continue
+        if counts[ASSIGNMENTS]:
+            by_position = int(counts[LOCAL_CANONICAL]) / int(counts[ASSIGNMENTS])
+            values[f"moe/locality_by_position/{name}"] = by_position
         values[f"moe/shuffle_bytes_saved/{name}"] = prices.saved(counts)
         values[f"moe/shuffle_bytes_added/{name}"] = prices.residual(counts) + prices.planning(counts)
     return values

@@ -157,6 +157,7 @@ def test_counts_and_metrics_by_hand():
         "moe/shuffle_rows_moved": 1,
         "moe/shuffle_bytes_saved": 2 * 10 * 5,
         "moe/shuffle_bytes_added": 7 + 2 * 3,
+        "moe/locality_by_position/layer_3": 0.5,
         "moe/shuffle_bytes_saved/layer_3": 100,
         "moe/shuffle_bytes_added/layer_3": 13,
     }
