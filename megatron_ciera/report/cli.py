@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
     made.add_argument("--title", default=None, help="the page's title")
-    made.add_argument("--unfinished", action="store_true", help="take logs that end before their last iteration")
+    made.add_argument(
+        "--unfinished", action="store_true", help="take logs that end before their last iteration"
+    )
     made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return made
 

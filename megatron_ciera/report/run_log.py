@@ -136,13 +136,13 @@ def _check_ends(console: ConsoleLog, logs: list[Path], unfinished: bool) -> None
     names = ", ".join(map(str, logs))
     if not console.iterations:
         raise ConfigurationError(
-            f"{names}: found no logged iteration. The run stopped before its first, --log-interval is longer than the "
-            "run, or the lines are in the log of the last rank: give that one too"
+            f"{names}: found no logged iteration. The run stopped before its first, --log-interval is longer than "
+            "the run, or the lines are in the log of the last rank: give that one too"
         )
     if not unfinished and not console.reached_its_end:
         raise ConfigurationError(
-            f"{names}: ends after iteration {console.iterations[-1]} of {console.planned}: the log is cut off, or the "
-            "run was. --unfinished reports what is there"
+            f"{names}: ends after iteration {console.iterations[-1]} of {console.planned}: the log is cut off, or "
+            "the run was. --unfinished reports what is there"
         )
 
 
@@ -172,8 +172,8 @@ def _read_observed(run: RunLog, path: Path) -> None:
             run.tail = record.get("tail", {})
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"{path}: line {_first_bad_line(path)} is not what MEGATRON_CIERA_OBSERVE writes ({error!r}): the file is "
-            "damaged or cut off. Leave it out, or run again"
+            f"{path}: line {_first_bad_line(path)} is not what MEGATRON_CIERA_OBSERVE writes ({error!r}): the file "
+            "is damaged or cut off. Leave it out, or run again"
         ) from error
     if not records:
         raise ConfigurationError(f"{path}: the file is empty, needs what MEGATRON_CIERA_OBSERVE writes")
@@ -196,15 +196,17 @@ def _read_events(run: RunLog, path: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
         raise ConfigurationError(
-            f"{path}: reading TensorBoard events needs tensorboard. pip install 'megatron-ciera[tensorboard]', or give "
-            "the console log alone"
+            f"{path}: reading TensorBoard events needs tensorboard. pip install 'megatron-ciera[tensorboard]', or "
+            "give the console log alone"
         ) from error
     events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
     scalars = {
         tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]
     }
     if not scalars:
-        raise ConfigurationError(f"{path}: no scalar found, needs the events that Megatron's last rank writes")
+        raise ConfigurationError(
+            f"{path}: no scalar found, needs the events that Megatron's last rank writes"
+        )
     losses = run.losses.setdefault("tensorboard", {})
     for tag, series in scalars.items():
         if tag.startswith(metrics.PREFIX):
@@ -213,7 +215,13 @@ def _read_events(run: RunLog, path: Path) -> None:
             target = run.seconds
         elif tag == "grad-norm":
             target = run.grad_norm.setdefault("tensorboard", {})
-        elif "loss" in tag and "-" not in tag and "/" not in tag and " vs " not in tag and "validation" not in tag:
+        elif (
+            "loss" in tag
+            and "-" not in tag
+            and "/" not in tag
+            and " vs " not in tag
+            and "validation" not in tag
+        ):
             target = losses.setdefault(tag, {})
         else:
             continue

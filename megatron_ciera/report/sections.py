@@ -11,6 +11,11 @@ from megatron_ciera.report.run_log import EQUALITY, RunLog
 _SMALL = (5.2, 3.1)
 _GREY, _BLUE, _ORANGE = "#8a939c", "#1f6feb", "#c66a00"
 _MOST_MESSAGES = 300
+_SOURCE = {
+    "observed": "folder of MEGATRON_CIERA_OBSERVE",
+    "tensorboard": "TensorBoard events",
+    "console": "console log",
+}
 
 
 def document(run: RunLog, baseline: RunLog | None, found: dict, title: str) -> str:
@@ -19,8 +24,7 @@ def document(run: RunLog, baseline: RunLog | None, found: dict, title: str) -> s
         ("In short", table_html(("", "", ""), summary.rows(found))),
         ("Losses", _losses(run, baseline)),
         ("Time per step", _time(run, baseline)),
-        ("Bytes of the parameter gather", _gather(run)),
-        ("Ratio by tensor class", _classes(summary.last_decisions(run))),
+        ("Parameter gather", _gather(run)),
         ("Decisions of selection", _decisions(run)),
         ("Dispatch of tokens", _dispatch(run, baseline)),
         ("Layers", _layers(run, baseline)),
@@ -44,7 +48,7 @@ def _losses(run: RunLog, baseline: RunLog | None) -> str:
         _line(axes, mine[name], "this run", _BLUE, linewidth=1.3)
         _finish(axes, name)
 
-    figures = [figure(curves, name, size=_SMALL)]
+    figures = [figure(curves, f"{name}, from the {_SOURCE[source]}.", size=_SMALL)]
     apart = {i: mine[name][i] - other[i] for i in sorted(mine[name].keys() & other.keys())}
     if any(value != 0 for value in apart.values()):
 
@@ -54,31 +58,46 @@ def _losses(run: RunLog, baseline: RunLog | None) -> str:
             _finish(axes, "difference")
 
         figures.append(figure(difference, f"Difference of {name}.", size=_SMALL))
+    elif run.grad_norm.get(source):
+        figures.append(_gradient_norms(run, baseline, source))
     others = ", ".join(n for n in mine if n != name)
     note = f"Also compared: {others}." if others and baseline else ""
     return _figures(figures) + _note(note)
 
 
+def _gradient_norms(run: RunLog, baseline: RunLog | None, source: str) -> str:
+    def draw(axes):
+        if baseline and baseline.grad_norm.get(source):
+            _line(axes, baseline.grad_norm[source], "baseline", _GREY, linewidth=3)
+        _line(axes, run.grad_norm[source], "this run", _BLUE, linewidth=1.3)
+        _finish(axes, "gradient norm")
+
+    return figure(draw, "Gradient norm before clipping.", size=_SMALL)
+
+
 def _time(run: RunLog, baseline: RunLog | None) -> str | None:
     if not run.seconds:
         return None
+    both = [each for each in (run, baseline) if each and each.seconds]
+    shown = sorted(value for each in both for value in _without_first(each.seconds).values())
+    limit = 1.5 * shown[math.ceil(0.95 * (len(shown) - 1))]
 
     def draw(axes):
         if baseline and baseline.seconds:
             _line(axes, baseline.seconds, "baseline", _GREY)
         _line(axes, run.seconds, "this run", _BLUE)
         _mark_moves(axes, run)
-        shown = sorted(
-            value for each in (run, baseline) if each for value in _without_first(each.seconds).values()
-        )
-        # The first iterations compile and connect: they would flatten the rest.
-        axes.set_ylim(0, 1.5 * shown[math.ceil(0.95 * (len(shown) - 1))])
+        axes.set_ylim(0, limit)
         _finish(axes, "seconds")
 
-    note = "The first iteration is off the scale if it took much longer than the rest."
+    note = ""
+    if any(value > limit for each in both for value in each.seconds.values()):
+        note = "Some iterations took longer than the scale shows; the first compiles and connects."
     if any("no GPU" in message for message in run.messages):
         note += " This run was on CPU: its times say nothing about GPUs."
-    return _figures([figure(draw, "Seconds per step, as Megatron logs them.", size=_SMALL)]) + _note(note)
+    return _figures([figure(draw, "Seconds per step, as Megatron logs them.", size=_SMALL)]) + _note(
+        note.strip()
+    )
 
 
 def _without_first(series: Series) -> Series:
@@ -120,13 +139,14 @@ def _gather(run: RunLog) -> str | None:
         if run.total(f"ciera/raw_fallbacks/{reason}")
     ]
     table = table_html(("raw fallbacks", "gathers"), fallbacks, numbers=True) if fallbacks else ""
-    return _figures(figures) + table
+    return _figures([*figures, *_classes(summary.last_decisions(run))]) + table
 
 
-def _classes(decisions: list[Decision]) -> str | None:
+def _classes(decisions: list[Decision]) -> list[str]:
+    """The figure of ratios by tensor class, or none before a decision."""
     rows = [(decision, row) for decision in decisions for row in decision.rows]
     if not rows:
-        return None
+        return []
     kinds = [row.kind for _, row in rows]
     names = [
         row.kind if kinds.count(row.kind) == 1 else f"{row.kind}, {decision.group.split(',')[0]}"
@@ -143,8 +163,10 @@ def _classes(decisions: list[Decision]) -> str | None:
         axes.set_xlabel("bytes sent / raw bytes")
 
     size = (_SMALL[0], max(1.6, 0.7 + 0.4 * len(rows)))
-    caption = "Expected at the latest decision, from samples of the weights; grey: gathered raw."
-    return _figures([figure(draw, caption, size=size)])
+    caption = (
+        "Ratio by tensor class: expected at the latest decision, from samples of the weights. Grey: raw."
+    )
+    return [figure(draw, caption, size=size)]
 
 
 def _decisions(run: RunLog) -> str | None:
@@ -153,7 +175,11 @@ def _decisions(run: RunLog) -> str | None:
         if not decision.rows:
             continue
         count = sum(other.group == decision.group for other in run.decisions)
-        when = f"after iteration {decision.after_iteration}" if decision.after_iteration else "before the first log"
+        when = (
+            f"after iteration {decision.after_iteration}"
+            if decision.after_iteration
+            else "before the first log"
+        )
         header = ("class", "segments", "compressed", "exponents changed", "blocks changed", "ratio")
         header += (f"gain, {decision.unit}", "codec")
         rows = [
@@ -199,13 +225,15 @@ def _dispatch(run: RunLog, baseline: RunLog | None) -> str | None:
             axes.set_ylim(bottom=0)
             _finish(axes, "MB, all ranks")
 
-        figures.append(figure(volume, "Dispatch and combine of the forward pass, per logged iteration.", size=_SMALL))
+        figures.append(
+            figure(volume, "Dispatch and combine of the forward pass, per logged iteration.", size=_SMALL)
+        )
     return _figures(figures)
 
 
 def _layers(run: RunLog, baseline: RunLog | None) -> str | None:
     panels = (
-        ("rows_removed", "Rows removed", "% of rows", 100),
+        ("rows_removed", "Rows removed: 1 − rows / (tokens × top-k).", "% of rows", 100),
         ("rank_load", "Rank load: largest over ranks / mean of assignments.", "max / mean", 1),
         ("locality", "Locality: assignments to experts on the token's own rank.", "% of assignments", 100),
     )

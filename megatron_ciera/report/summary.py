@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from megatron_ciera.comparison import compare
 from megatron_ciera.errors import ConfigurationError
+from megatron_ciera.observe import read_parameters
 from megatron_ciera.report.console_log import Series
 from megatron_ciera.report.run_log import EQUALITY, RunLog
 
@@ -21,7 +22,12 @@ def summarise(run: RunLog, baseline: RunLog | None) -> dict:
         ConfigurationError: the two runs have no iteration, or no loss of the same source, in common.
     """
     return {
-        "run": {"files": [str(path) for path in run.files], "iterations": len(run.iterations)},
+        "run": {
+            "files": [str(path) for path in run.files],
+            "iterations": len(run.iterations),
+            "first": run.iterations[0],
+            "last": run.iterations[-1],
+        },
         "baseline": baseline and {"files": [str(path) for path in baseline.files]},
         "losses": baseline and _losses(run, baseline),
         "seconds_per_step": typical_seconds(run),
@@ -47,8 +53,8 @@ def shared_source(run: RunLog, baseline: RunLog) -> str:
         )
     if not set(run.iterations) & set(baseline.iterations):
         raise ConfigurationError(
-            f"{run.name} has iterations {_span(run)}, {baseline.name} has {_span(baseline)}: none in common, so there "
-            "is nothing to compare. Give a baseline of the same iterations, or leave --baseline out"
+            f"{run.name} has iterations {_span(run)}, {baseline.name} has {_span(baseline)}: none in common, so "
+            "there is nothing to compare. Give a baseline of the same iterations, or leave --baseline out"
         )
     return shared[0]
 
@@ -95,13 +101,22 @@ def _losses(run: RunLog, baseline: RunLog) -> dict:
         "bitwise_identical": None,
         "first_difference": None,
     }
-    if run.observed and baseline.observed and run.iterations == baseline.iterations:
+    if _has_digests(run) and _has_digests(baseline) and _cover_the_same(left, right):
         difference = compare(baseline.observed, run.observed)
         found |= {
             "bitwise_identical": difference.bitwise_identical,
             "first_difference": difference.first_difference,
         }
     return found
+
+
+def _has_digests(run: RunLog) -> bool:
+    """Whether the final parameters were observed; a run that ends by --exit-interval leaves none."""
+    return run.observed is not None and bool(read_parameters(run.observed))
+
+
+def _cover_the_same(left: dict[str, Series], right: dict[str, Series]) -> bool:
+    return left.keys() == right.keys() and all(left[name].keys() == right[name].keys() for name in left)
 
 
 def _apart(a: Series, b: Series) -> tuple[float, int | None]:
@@ -151,13 +166,25 @@ def _moe(run: RunLog) -> dict | None:
         "rows_removed": _mean(settled(run, run.of("moe/rows_removed"))),
         "rank_load": _mean(settled(run, run.of("moe/rank_load"))),
         "placements_moved_after": moves(run),
+        "before_moves": _before_moves(run),
         "layers": by_layer,
     }
 
 
+def _before_moves(run: RunLog) -> dict | None:
+    """What the shares were until experts moved for the first time; None if they did not, or moved at once."""
+    first = min(moves(run), default=0)
+    found = {}
+    for name in _FORMS:
+        values = [value for i, value in run.of(f"moe/{name}").items() if i <= first]
+        found |= {name: _mean(values)} if values else {}
+    return found or None
+
+
 def rows(found: dict) -> list[tuple[str, str, str]]:
     """(what, value, note) for the table on top of the page."""
-    lines = [("iterations", str(found["run"]["iterations"]), "")]
+    run = found["run"]
+    lines = [("iterations logged", f"{run['iterations']}", f"{run['first']} to {run['last']}")]
     if found["losses"]:
         lines += _loss_rows(found["losses"])
     lines += _time_rows(found)
@@ -197,22 +224,27 @@ def _time_rows(found: dict) -> list[tuple[str, str, str]]:
     mine, other = found["seconds_per_step"], found["seconds_per_step_baseline"]
     if mine is None:
         return []
-    note = "median of the second half"
+    note = "median of the second half of the iterations"
     if other is not None:
-        note += f"; baseline {other:.3f} s, {other / mine:.2f} times this run's"
+        note = f"{mine / other:.2f} times the baseline's {other:.3f}; {note}"
     return [("seconds per step", f"{mine:.3f}", note)]
 
 
 def _moe_rows(moe: dict, other: dict | None) -> list[tuple[str, str, str]]:
     moved = moe["placements_moved_after"]
-    since = f", after iteration {moved[-1]}" if moved else ""
-    before = {key: f"; baseline {form(other[key])}" if other else "" for key, form in _FORMS.items()}
+    since = f" after iteration {moved[-1]}" if moved else ""
+    notes = {key: "" for key in _FORMS}
+    for label, values in (("before experts moved", moe["before_moves"]), ("baseline", other)):
+        for key, form in _FORMS.items():
+            notes[key] += f"; {label} {form(values[key])}" if values else ""
     lines = []
     if moe["rows_sent"] is not None:
         saved = 1 - moe["rows_sent"] / moe["rows_stock"] if moe["rows_stock"] else 0.0
-        lines.append(("rows dispatched", f"{moe['rows_sent']:,}", f"{saved:.1%} less than one for each expert"))
+        lines.append(
+            ("rows dispatched", f"{moe['rows_sent']:,}", f"{saved:.1%} less than one for each expert")
+        )
     for key, what in (("rows_removed", "rows removed"), ("rank_load", "rank load, max / mean")):
-        lines.append((what, _FORMS[key](moe[key]), f"mean over layers{since}{before[key]}"))
+        lines.append((what, _FORMS[key](moe[key]), f"mean over layers{since}{notes[key]}"))
     return lines
 
 

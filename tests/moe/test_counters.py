@@ -21,7 +21,7 @@ def counted(my_rank, nodes=(0, 0, 1, 1)):
 
 def test_summary():
     _, summary = counted(my_rank=1)
-    # rows, assignments, tokens, assignments that stay; rows and assignments to the other rank of node 0, then to node 1
+    # rows, assignments, tokens, assignments that stay; rows and assignments to node 0's other rank, then to node 1
     assert summary.tolist() == [4, 6, 3, 0, 2, 2, 3, 3, 3, 0, 1, 2]
 
 
