@@ -43,6 +43,7 @@ setup(
             "ciera-evaluate-placement = placement.cli_evaluate:main",
             "ciera-measure-stability = megatron_ciera.param_gather.codec.stability_cli:main",
             "ciera-loss-compare = megatron_ciera.comparison_cli:main",
+            "ciera-report-run = megatron_ciera.report.cli:main",
             "ciera-simulate = megatron_ciera.simulator.cli:main",
             "ciera-measure-links = megatron_ciera.simulator.links:main",
         ]

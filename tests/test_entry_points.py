@@ -10,6 +10,7 @@ NAMES = (
     "ciera-loss-compare",
     "ciera-measure-links",
     "ciera-measure-stability",
+    "ciera-report-run",
     "ciera-simulate",
 )
 

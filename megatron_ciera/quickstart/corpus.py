@@ -1,5 +1,9 @@
-"""Real text that every machine has: the Python standard library's own sources, as a Megatron dataset."""
+"""Real text that every machine has: the Python standard library's own sources, as a Megatron dataset.
 
+python -m megatron_ciera.quickstart.corpus PREFIX   writes PREFIX.bin and PREFIX.idx
+"""
+
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -44,3 +48,21 @@ def write_dataset(prefix: Path, max_bytes: int = MAX_BYTES) -> int:
             "source text; use a Python that has its library as files"
         )
     return num_tokens
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print(__doc__.split("\n\n", 1)[1].strip(), file=sys.stderr)
+        return 2
+    from megatron_ciera import cpu
+
+    if cpu.is_needed():
+        cpu.install()
+    print(f"{write_dataset(Path(argv[0])):,} tokens, one a byte, in {argv[0]}.bin and {argv[0]}.idx")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

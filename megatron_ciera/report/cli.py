@@ -21,9 +21,7 @@ from placement.file import write_atomically
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    made = argparse.ArgumentParser(
-        prog="report_run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="the run: files or folders")
     made.add_argument(
         "--baseline", nargs="+", type=Path, metavar="LOG", help="the run to compare with, likewise"
@@ -43,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = _write(options)
     except (ConfigurationError, OSError) as error:
-        print(f"report_run.py: error: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(found))
