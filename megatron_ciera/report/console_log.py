@@ -14,7 +14,6 @@ _GAIN = re.compile(r"\bgain (us|KB)\b")
 # Megatron prints losses, and nothing else but learning rates, like this.
 _LOSS = re.compile(r"-?\d\.\d{6}E[+-]\d+|NAN|INF")
 _ENDS = ("[after training is done]", "exiting program at iteration", "exiting program after")
-_MEGATRON = ("megatron", "[after model, optimizer, and learning rate scheduler are built]", "training ...")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class ConsoleLog:
 
     planned: int | None = None
     finished: bool = False
-    is_megatron: bool = False
     losses: dict[str, Series] = field(default_factory=dict)
     values: dict[str, Series] = field(default_factory=dict)
     metrics: dict[str, Series] = field(default_factory=dict)
@@ -67,7 +65,6 @@ class ConsoleLog:
             elif found := _MESSAGE.search(line):
                 self._read_message(found[1].rstrip(), last)
             self.finished |= any(mark in line for mark in _ENDS)
-            self.is_megatron |= any(mark in line for mark in _MEGATRON)
 
     @property
     def iterations(self) -> list[int]:
@@ -111,6 +108,11 @@ class ConsoleLog:
                 self.decisions[-1].unit = found[1]
         else:
             self.messages.append(message)
+
+
+def is_from_megatron(text: str) -> bool:
+    """Whether anything in a log is Megatron's or ours; one of several logs of a run may have no iterations."""
+    return "megatron" in text or _ITERATION.search(text) is not None
 
 
 def _number(text: str) -> float | None:

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_ciera import metrics, observe
 from megatron_ciera.errors import ConfigurationError
-from megatron_ciera.report.console_log import ConsoleLog, Decision, Series
+from megatron_ciera.report.console_log import ConsoleLog, Decision, Series, is_from_megatron
 
 # Sources of losses, the most exact first, and what equality means in each.
 EQUALITY = {"observed": "in every bit", "tensorboard": "in every bit", "console": "in every printed digit"}
@@ -83,7 +84,6 @@ def read_run(paths: Sequence[Path], unfinished: bool = False) -> RunLog:
             else:
                 console.read(_text(file))
                 logs.append(file)
-                _check_is_log(console, file)
     _check_ends(console, logs, unfinished)
     _take_console(run, console)
     if not run.iterations:
@@ -94,12 +94,17 @@ def read_run(paths: Sequence[Path], unfinished: bool = False) -> RunLog:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """What a folder has of a run: observations, events at any depth, and logs of Megatron at its top."""
-    files = sorted(folder.glob("iterations.jsonl")) + sorted(folder.rglob(_EVENTS))
+    """What a folder has of a run: observations, logs of Megatron at its top, and events at any depth.
+
+    Events that cannot be read for want of tensorboard are left out, if there is anything else.
+    """
+    files = sorted(folder.glob("iterations.jsonl"))
     for path in sorted(path for pattern in _LOGS for path in folder.glob(pattern)):
         log = ConsoleLog()
         log.read(path.read_text(errors="replace"))
         files += [path] if log.iterations else []
+    if not files or find_spec("tensorboard") is not None:
+        files += sorted(folder.rglob(_EVENTS))
     if not files:
         raise ConfigurationError(
             f"{folder}: found no log of a run in this folder, needs TensorBoard events, iterations.jsonl, or a "
@@ -117,17 +122,13 @@ def _text(path: Path) -> str:
             f"{path}: found a binary file, needs a run's console log, or a file of TensorBoard events under its own "
             "name (events.out.tfevents.…)"
         )
-    return content.decode(errors="replace").replace("\r", "\n")
-
-
-def _check_is_log(console: ConsoleLog, path: Path) -> None:
-    """A further log of a run may have no iterations: rank 0's and the last rank's can be apart."""
-    if console.is_megatron or console.iterations or console.messages:
-        return
-    raise ConfigurationError(
-        f"{path}: found no line of Megatron's, needs the console log of a training run, with lines such as "
-        "' iteration 10/ 100 | … | lm loss: 2.5E+00 | …'"
-    )
+    text = content.decode(errors="replace").replace("\r", "\n")
+    if not is_from_megatron(text):
+        raise ConfigurationError(
+            f"{path}: found no line of Megatron's, needs the console log of a training run, with lines such as "
+            "' iteration 10/ 100 | … | lm loss: 2.5E+00 | …'"
+        )
+    return text
 
 
 def _check_ends(console: ConsoleLog, logs: list[Path], unfinished: bool) -> None:
