@@ -9,7 +9,7 @@ from megatron_ciera.report.page import figure, page, table_html
 from megatron_ciera.report.run_log import EQUALITY, RunLog
 
 _SMALL = (5.2, 3.1)
-_GREY, _BLUE, _ORANGE = "#8a939c", "#1f6feb", "#c66a00"
+_GREY, _BLUE, _ORANGE, _PURPLE = "#8a939c", "#1f6feb", "#c66a00", "#7a3e9d"
 _MOST_MESSAGES = 300
 _SOURCE = {
     "observed": "folder of MEGATRON_CIERA_OBSERVE",
@@ -266,7 +266,7 @@ def _layer_means(layers: dict[str, Series], run: RunLog | None) -> dict[str, flo
 
 
 def _by_layer(series: dict[str, dict[str, float]], names: list[str], unit: str, scale: float):
-    colours = {"baseline": _GREY, "before experts moved": _ORANGE, "by position": _GREY}
+    colours = {"baseline": _GREY, "before experts moved": _ORANGE, "by position": _PURPLE}
 
     def draw(axes):
         for label, values in series.items():

@@ -51,7 +51,8 @@ def shared_source(run: RunLog, baseline: RunLog) -> str:
             f"{run.name} has losses from {_and(run.losses)}, {baseline.name} from {_and(baseline.losses)}: these are "
             "not the same numbers. Give the console logs of both"
         )
-    if not set(run.iterations) & set(baseline.iterations):
+    left, right = run.losses[shared[0]], baseline.losses[shared[0]]
+    if not any(left[name].keys() & right[name].keys() for name in left.keys() & right.keys()):
         raise ConfigurationError(
             f"{run.name} has iterations {_span(run)}, {baseline.name} has {_span(baseline)}: none in common, so "
             "there is nothing to compare. Give a baseline of the same iterations, or leave --baseline out"
