@@ -113,7 +113,7 @@ def _gather(run: RunLog) -> str | None:
     def volume(axes):
         for series, label, colour in ((raw, "plain gather", _GREY), (sent, "--ciera", _BLUE)):
             _line(axes, {i: value / 1e6 for i, value in series.items()}, label, colour, steps=True)
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
         _finish(axes, "MB, all ranks")
 
     figures = [
@@ -129,7 +129,7 @@ def _gather(run: RunLog) -> str | None:
         def spent(axes):
             for (name, series), colour in zip(times.items(), (_ORANGE, _GREY, _BLUE), strict=True):
                 _line(axes, series, name, colour)
-            axes.set_ylim(bottom=0)
+            _from_zero(axes)
             _finish(axes, "ms, slowest rank")
 
         figures.append(figure(spent, "Device time of a gather; spans may overlap.", size=_SMALL))
@@ -222,7 +222,7 @@ def _dispatch(run: RunLog, baseline: RunLog | None) -> str | None:
                 if any(series.values()):
                     _line(axes, {i: value / 1e6 for i, value in series.items()}, label, colour)
             _mark_moves(axes, run)
-            axes.set_ylim(bottom=0)
+            _from_zero(axes)
             _finish(axes, "MB, all ranks")
 
         figures.append(
@@ -313,8 +313,13 @@ def _mark_moves(axes, run: RunLog) -> None:
         axes.axvline(iteration + 0.5, color=_ORANGE, linestyle=":", label=label)
 
 
+def _from_zero(axes) -> None:
+    axes.set_ylim(0, 1.1 * axes.dataLim.ymax or None)
+
+
 def _finish(axes, unit: str) -> None:
     axes.set_xlabel("iteration")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
