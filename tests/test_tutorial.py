@@ -12,7 +12,7 @@ from megatron_ciera import observe
 from tests.launching import ROOT
 
 PAGE = ROOT / "docs" / "tutorial.md"
-SHORT = {"PROCESSES": "2", "BEFORE": "3", "AFTER": "4", "FIT_TOKENS": "2048"}
+SHORT = {"PROCESSES": "2", "BEFORE": "3", "AFTER": "3", "FIT_TOKENS": "2048"}
 
 
 def commands(page: str) -> str:
@@ -56,6 +56,10 @@ def test_the_page_does_what_it_says(tmp_path, variables):
     assert "no layer gains" not in session.stdout
     for name in ("placement", "placed", "both", "report", "off"):
         assert (out / f"{name}.html").stat().st_size > 10_000
+
+    ends = re.findall(r"^iteration +(\d+)  lm loss: (\S+)$", session.stdout, re.M)
+    stock, *resumed = ends
+    assert int(resumed[0][0]) > int(stock[0]) and len(resumed) == 4 and len(set(resumed)) == 1
 
     last = observe.read_iterations(out / "both")[-1]["metrics"]
     assert last["ciera/bytes_sent"] < last["ciera/bytes_raw"]
