@@ -26,9 +26,8 @@ def layers_in_trace(placement: Placement, layer_ids, source_layers: str | None) 
     if "moe_order" in (placement.source_layers, source_layers):
         if len(placement.layers) != len(layer_ids):
             raise ValueError(
-                f"{name}: {len(placement.layers)} layers, the trace has {len(layer_ids)}; evaluate on a "
-                "trace of "
-                "the same model"
+                f"{name}: {len(placement.layers)} layers, the trace has {len(layer_ids)}; evaluate on a trace "
+                "of the same model"
             )
         return list(range(len(layer_ids)))
     rows = {layer_id: row for row, layer_id in enumerate(layer_ids)}

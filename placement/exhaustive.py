@@ -1,5 +1,4 @@
-"""Every placement of a few experts: the reference that searches are held against, and the fit of tiny "
-"layers."""
+"""Every placement of a few experts: the reference that searches are held against."""
 
 from itertools import combinations
 from math import factorial
@@ -16,8 +15,7 @@ def num_partitions(num_experts: int, num_ranks: int) -> int:
 
 
 def partitions(num_experts: int, num_ranks: int):
-    """Yields expert_to_rank of every split, once per relabelling of ranks: the lowest free expert opens "
-    "a rank."""
+    """Yields expert_to_rank of every split, whatever its ranks are called: the lowest free expert opens a rank."""
     local = num_experts // num_ranks
     expert_to_rank = np.full(num_experts, -1, dtype=np.int64)
 

@@ -192,8 +192,7 @@ def check_experts(top_indices: np.ndarray, num_experts: int, layer_ids) -> None:
         if len(twice):
             token, column = twice[0]
             raise ValueError(
-                f"{layer_id}, token {token}: expert {int(ordered[token, column])} is selected twice; a "
-                "router "
+                f"{layer_id}, token {token}: expert {int(ordered[token, column])} is selected twice; a router "
                 "selects distinct experts, so the trace is damaged or holds something else"
             )
 
@@ -267,8 +266,7 @@ def _refuse_chance(layers, num_tokens: int) -> None:
     if any(layer.changed for layer in layers) and (sigmas.max() > best_wanted or together > -ndtri(_CHANCE)):
         return
     raise NoGainError(
-        f"no layer gains beyond chance from {num_tokens} tokens: on held-out tokens the best of "
-        f"{len(layers)} "
+        f"no layer gains beyond chance from {num_tokens} tokens: on held-out tokens the best of {len(layers)} "
         f"layers gains {sigmas.max():.1f} standard errors, wanted more than {best_wanted:.1f}. Experts are "
         "selected together as often as independent routing would: is routing forced to be balanced "
         "(--moe-router-force-load-balancing), are data mocked (--mock-data), or is training at its very "

@@ -1,5 +1,4 @@
-"""Fits one MoE layer: pair search, then exact rows, under the load limit; nodes first where there are "
-"several."""
+"""Fits one MoE layer: pair search, then exact rows, under the load limit; nodes first where there are several."""
 
 import numpy as np
 

@@ -166,8 +166,7 @@ class MegatronTrace:
             if size < needed:
                 raise ValueError(
                     f"--layers-per-stage {size} for stage {stage}: the trace has local layer {needed - 1} "
-                    "there; "
-                    "give the number of decoder layers of each stage"
+                    "there; give the number of decoder layers of each stage"
                 )
         return [sum(sizes[:stage]) for stage in range(self.stages)]
 
@@ -227,9 +226,8 @@ class MegatronTrace:
             return None
         if extra:
             raise ValueError(
-                f"trace {self.source}: step {number}, rank {ranks[0]}: layer {extra[0][2]} ({extra[0][0]}) "
-                "is not "
-                "in the first step; a layer's records are missing there; record again"
+                f"trace {self.source}: step {number}, rank {ranks[0]}: layer {extra[0][2]} ({extra[0][0]}) is "
+                "not in the first step; a layer's records are missing there; record again"
             )
         counts = [len(records) for records in column]
         usual = max(set(counts), key=counts.count)
@@ -238,10 +236,8 @@ class MegatronTrace:
             odd = next(i for i, s in enumerate(shapes) if s != shapes[0])
         layer_id, stage, _ = self.keys[odd]
         raise ValueError(
-            f"trace {self.files[ranks[stage]]}: step {number}: {layer_id} has {counts[odd]} records of "
-            "shapes "
-            f"{shapes[odd][:3]}, other layers have {usual}. A layer's records are missing (Megatron leaves "
-            "out "
+            f"trace {self.files[ranks[stage]]}: step {number}: {layer_id} has {counts[odd]} records of shapes "
+            f"{shapes[odd][:3]}, other layers have {usual}. A layer's records are missing (Megatron leaves out "
             "steps in which tokens were dropped) or virtual pipeline chunks collide; record without capacity "
             "dropping and without virtual pipeline stages"
         )
@@ -282,8 +278,7 @@ class MegatronTrace:
                         if number < current.number:
                             raise ValueError(
                                 f"trace {self.files[rank]}: step {number} follows step {current.number}; "
-                                "several "
-                                "runs in one file? record again into an empty folder"
+                                "several runs in one file? record again into an empty folder"
                             )
                     current = _Step(number, damaged=damaged_before)
                 damaged_before = False

@@ -214,8 +214,7 @@ class LocalityCounter:
         self.rest = top_indices[:, whole:]
 
     def results(self) -> list[tuple[float, float] | None]:
-        """Per layer (locality by position with contiguous experts, locality predicted); None without "
-        "tables."""
+        """Per layer (locality by position with contiguous experts, locality predicted); None without tables."""
         if self.rest is not None and self.rest.shape[1]:
             self._count(self.rest)
             self.rest = None

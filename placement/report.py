@@ -90,8 +90,7 @@ def _header(placement: Placement, top_indices) -> str:
     source = html.escape(str(fit.get("source")))
     return (
         f"<h1>Expert placement</h1><p>{placement.num_experts} experts, top-{placement.topk}, "
-        f"{placement.expert_parallel_size} ranks ({placement.ranks_per_node} a node), "
-        f"{len(placement.layers)} "
+        f"{placement.expert_parallel_size} ranks ({placement.ranks_per_node} a node), {len(placement.layers)} "
         f"layers, fitted on {top_indices.shape[1]} tokens of {source}. All numbers below are on the fit "
         "tokens, except held-out ones; run <code>evaluate_placement.py</code> on other tokens for the "
         "rest.</p>"
@@ -179,9 +178,8 @@ def _locality_section(placement: Placement, tables) -> str:
         else "Token shuffling may repay."
     )
     return (
-        "<h2>Prediction</h2><p>Share of assignments on the predicted owner, tables of one half of the "
-        "tokens on "
-        f"the other half: {gain:.1%} above position. {advice}</p>{figure_to_html(figure, 'locality')}"
+        "<h2>Prediction</h2><p>Share of assignments on the predicted owner, tables of one half of the tokens "
+        f"on the other half: {gain:.1%} above position. {advice}</p>{figure_to_html(figure, 'locality')}"
     )
 
 
@@ -200,10 +198,9 @@ def _gain_section(top_indices, placement: Placement, cluster: dict, hidden_size:
     return (
         f"<h2>Expected gain on {html.escape(str(cluster.get('gpu', 'this cluster')))}</h2><p>Time of one "
         f"all-to-all of 8,192 tokens a rank, hidden size {hidden_size}, bf16, by link speed alone (a "
-        "projection, "
-        "not a measurement). Four such exchanges a layer and step (dispatch and combine, forward and "
-        "backward) "
-        f"save {4 * saved / 1e3:.2f} ms over all layers.</p>{figure_to_html(figure, 'expected gain')}"
+        "projection, not a measurement). Four such exchanges a layer and step (dispatch and combine, forward "
+        f"and backward) save {4 * saved / 1e3:.2f} ms over all "
+        f"layers.</p>{figure_to_html(figure, 'expected gain')}"
     )
 
 

@@ -52,8 +52,7 @@ class ServingTrace:
         """Raises ValueError when more than 5 % (and more than one) of the lines read so far are damaged."""
         if self.num_damaged > max(1, 0.05 * self.num_lines):
             raise ValueError(
-                f"trace {self.source}: {self.num_damaged} of {self.num_lines} lines are damaged, more than "
-                "5%; "
+                f"trace {self.source}: {self.num_damaged} of {self.num_lines} lines are damaged, more than 5%; "
                 "record again"
             )
 
@@ -66,9 +65,8 @@ class ServingTrace:
             for block in reader:
                 if shape is not None and (block.shape[0], block.shape[2]) != shape:
                     raise ValueError(
-                        f"trace {path}: layers and topk are {(block.shape[0], block.shape[2])}, before "
-                        "they were "
-                        f"{shape}; give dumps of one model"
+                        f"trace {path}: layers and topk are {(block.shape[0], block.shape[2])}, before they "
+                        f"were {shape}; give dumps of one model"
                     )
                 shape = (block.shape[0], block.shape[2])
                 yield block
@@ -106,17 +104,15 @@ class ServingTrace:
         if tokens.ndim != 3 or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
                 f"trace {path}: routed experts have shape {list(tokens.shape)} and dtype {tokens.dtype}, "
-                "wanted "
-                "integers [tokens, layers, topk]"
+                "wanted integers [tokens, layers, topk]"
             )
         return tokens
 
     def _reshape(self, flat: np.ndarray, path: Path) -> np.ndarray:
         if self.shape is None:
             raise ValueError(
-                f"trace {path}: SGLang's routed experts are flat; give --serving-shape LAYERS TOPK (MoE "
-                "layers and "
-                "experts per token of the model)"
+                f"trace {path}: SGLang's routed experts are flat; give --serving-shape LAYERS TOPK (MoE layers "
+                "and experts per token of the model)"
             )
         if len(flat) % (self.shape[0] * self.shape[1]):
             raise ValueError(

@@ -44,9 +44,8 @@ def open_trace(
     for path in paths:
         if not path.exists():
             raise ValueError(
-                f"trace {path}: no such file or folder; give the folder of --moe-routing-trace-path, one "
-                "of its "
-                "router_trace_rank*.jsonl, or an .npz with top_indices [layers, tokens, topk]"
+                f"trace {path}: no such file or folder; give the folder of --moe-routing-trace-path, one of "
+                "its router_trace_rank*.jsonl, or an .npz with top_indices [layers, tokens, topk]"
             )
     if all(is_megatron_trace(path) for path in paths):
         files = [file for path in paths for file in rank_files(path)]
@@ -56,9 +55,8 @@ def open_trace(
     if all(path.suffix == ".npz" for path in paths):
         if pipeline_parallel_size > 1:
             raise ValueError(
-                f"--pipeline-model-parallel-size {pipeline_parallel_size}: the rows of an .npz are MoE "
-                "layers in "
-                "model order already; leave the flag out"
+                f"--pipeline-model-parallel-size {pipeline_parallel_size}: the rows of an .npz are MoE layers "
+                "in model order already; leave the flag out"
             )
         return ArrayTrace(paths, array)
     if all(is_serving_trace(path) for path in paths):
@@ -67,14 +65,12 @@ def open_trace(
     if empty:
         raise ValueError(
             f"trace {empty[0]}: no router_trace_rank*.jsonl in this folder; train with "
-            "--moe-routing-trace-path "
-            "and give that folder"
+            "--moe-routing-trace-path and give that folder"
         )
     kinds = sorted({path.suffix or "folder" for path in paths})
     raise ValueError(
-        f"trace: found {', '.join(kinds)}, wanted Megatron's router_trace_rank*.jsonl, .npz files or "
-        "serving dumps, "
-        "one kind at a time"
+        f"trace: found {', '.join(kinds)}, wanted Megatron's router_trace_rank*.jsonl, .npz files or serving "
+        "dumps, one kind at a time"
     )
 
 

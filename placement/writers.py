@@ -8,8 +8,7 @@ FORMATS = ("megatron-ciera", "sglang", "tensorrt-llm")
 
 
 def write_placement(path, placement: Placement, format_name: str) -> None:
-    """Writes `placement` as one of `FORMATS`, whole or not at all. Raises ValueError for an unknown "
-    "format."""
+    """Writes `placement` as one of `FORMATS`, whole or not at all. Raises ValueError for another format."""
     if format_name == "megatron-ciera":
         placement.save(path)
     elif format_name == "sglang":
