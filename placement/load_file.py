@@ -61,8 +61,6 @@ def _load_array(path: Path):
         except (BadZipFile, ValueError, EOFError):
             pass  # the trace reader says what is wrong with it
     if path.suffix == ".pt" and path.is_file():
-        from placement.serving_trace import load_torch
-
         content = load_torch(path)
         if isinstance(content, dict) and "records" not in content:
             found = [name for name in LOAD_NAMES if name in content]
@@ -85,3 +83,17 @@ def _summed(path: Path, name: str, values: np.ndarray) -> np.ndarray:
     if not loads.sum():
         raise ValueError(f"{where}: all loads are 0; record while the model serves tokens")
     return loads
+
+
+def load_torch(path: Path):
+    """The content of a `.pt` file; raises ValueError when torch is missing or cannot read it."""
+    try:
+        import torch
+    except ImportError:
+        raise ValueError(
+            f"trace {path}: reading .pt needs torch; install it or convert the dump to .npz"
+        ) from None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"trace {path}: torch cannot read it ({error}); record again") from None

@@ -70,8 +70,3 @@ def plot_bars(axes, names, series: dict, ylabel: str, title: str = "", percent: 
     axes.set_xticks(positions, names, rotation=60 if len(names) > 12 else 0, fontsize=8)
     axes.set(ylabel=ylabel, title=title)
     axes.legend(fontsize=8)
-
-
-def plot_rows_removed(axes, names, contiguous, placed, title: str = "rows removed"):
-    """Bars of rows removed per layer, contiguous against placed (fractions in, percent drawn)."""
-    plot_bars(axes, names, {"contiguous": contiguous, "placed": placed}, "% of rows", title, percent=True)

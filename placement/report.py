@@ -142,7 +142,7 @@ def _load_section(result) -> str:
         "contiguous": [layer.rank_load_contiguous for layer in result.layers],
         "placed": [layer.rank_load for layer in result.layers],
     }
-    plot_bars(axes, [str(layer.layer_id).split()[-1] for layer in result.layers], series, "max / mean")
+    plot_bars(axes, _names(result.placement), series, "max / mean")
     return f"<h2>Rank load</h2>{figure_to_html(figure, 'rank load')}"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from placement.file import DECODER, LayerId
-from placement.load_file import LOAD_NAMES, LOAD_ONLY_REASON
+from placement.load_file import LOAD_NAMES, LOAD_ONLY_REASON, load_torch
 
 _KEYS = ("prompt_routed_experts", "routed_experts")
 
@@ -141,20 +141,6 @@ def _find_experts(value):
                 yield from _find_experts(item)
 
 
-def load_torch(path: Path):
-    """The content of a `.pt` file; raises ValueError when torch is missing or cannot read it."""
-    try:
-        import torch
-    except ImportError:
-        raise ValueError(
-            f"trace {path}: reading .pt needs torch; install it or convert the dump to .npz"
-        ) from None
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"trace {path}: torch cannot read it ({error}); record again") from None
-
-
 def _recorder_blocks(path: Path):
     content = load_torch(path)
     if not isinstance(content, dict) or "records" not in content:
@@ -162,6 +148,11 @@ def _recorder_blocks(path: Path):
         if isinstance(content, dict) and set(LOAD_NAMES) & set(content):
             raise ValueError(f"trace {path}: holds only expert loads ({', '.join(keys)}): {LOAD_ONLY_REASON}")
         raise ValueError(f"trace {path}: found {keys}, wanted SGLang's per_token records; use mode per_token")
+    if "last_physical_to_logical_map" not in content:
+        raise ValueError(
+            f"trace {path}: found {', '.join(sorted(content))}, wanted last_physical_to_logical_map beside "
+            "records: without it slots cannot be told from experts; dump it with SGLang's own recorder"
+        )
     to_logical = np.asarray(content["last_physical_to_logical_map"])
     for record in content["records"]:
         slots = np.asarray(record["topk_ids_of_layer"])

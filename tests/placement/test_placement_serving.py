@@ -66,6 +66,10 @@ def test_sglang_recorder_ids_are_slots(tmp_path):
     }
     torch.save(content, tmp_path / "r.pt")
     assert np.array_equal(whole(open_trace([tmp_path / "r.pt"])), ROUTING)
+    del content["last_physical_to_logical_map"]
+    torch.save(content, tmp_path / "r.pt")
+    with pytest.raises(ValueError, match="found records, wanted last_physical_to_logical_map beside"):
+        open_trace([tmp_path / "r.pt"])
 
 
 def test_load_only_dump_is_refused_with_the_reason(tmp_path):
