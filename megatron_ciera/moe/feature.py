@@ -122,6 +122,9 @@ class MoEFeature(Feature):
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, [site.layer_id for site in sites])
         self._layer_ids = sorted({layer_id for ids in everyone for layer_id in ids})
+        self._ranks_per_layer = min(
+            (sum(layer_id in ids for ids in everyone) for layer_id in self._layer_ids), default=1
+        )
         self._model = model
         self._ep_size = parallel_state.get_expert_model_parallel_world_size()
         self._ep_rank = parallel_state.get_expert_model_parallel_rank()
@@ -172,7 +175,9 @@ class MoEFeature(Feature):
 
         schedule = FitSchedule(first, interval)
         tokens = config.placement_fit_tokens
-        return Refit(schedule, recorders, self._layer_ids, tokens, request, self.run.log)
+        return Refit(
+            schedule, recorders, self._layer_ids, tokens, self._ranks_per_layer, request, self.run.log
+        )
 
     def _apply(self, answer: FitAnswer | None, recorded_at: int | None, iteration: int) -> None:
         if answer is None:
@@ -184,7 +189,7 @@ class MoEFeature(Feature):
         maps = worthwhile(answer, self.placement.maps, self._move_cost(), serves, self.run.log)
         source = f"routing of iteration {recorded_at}"
         self._fit_info = {
-            "tokens": self.config.placement_fit_tokens,
+            "tokens": answer.num_tokens,
             "source": source,
             "iteration": recorded_at,
         }

@@ -31,13 +31,14 @@ class FitRequest:
 class FitAnswer:
     """maps: [layers][E], fitted. rows_before, rows_after: rows per token on held-out tokens, [layers].
 
-    failure: why there is nothing to apply, or None.
+    failure: why there is nothing to apply, or None. num_tokens: fitted on, fewer than asked for in a small batch.
     """
 
     maps: list[list[int]]
     rows_before: list[float]
     rows_after: list[float]
     failure: str | None = None
+    num_tokens: int = 0
 
 
 def solve(tokens: np.ndarray, held_out: np.ndarray, request: FitRequest) -> FitAnswer:
@@ -58,6 +59,7 @@ def solve(tokens: np.ndarray, held_out: np.ndarray, request: FitRequest) -> FitA
         maps=[map_.tolist() for map_ in new],
         rows_before=_rows(held_out, request.maps, request),
         rows_after=_rows(held_out, new, request),
+        num_tokens=tokens.shape[1],
     )
 
 
@@ -72,10 +74,10 @@ def start(tokens: np.ndarray, held_out: np.ndarray, request: FitRequest) -> subp
 
 
 def answer_of(process: subprocess.Popen) -> FitAnswer:
-    """Waits for a started fit. A fit that broke is an answer with `failure`."""
+    """Waits for a started fit. A fit that broke, or printed something else, is an answer with `failure`."""
     try:
         return FitAnswer(**json.loads(background.output_of(process)))
-    except background.FitFailedError as error:
+    except (background.FitFailedError, ValueError, TypeError) as error:
         return FitAnswer([], [], [], str(error))
 
 

@@ -37,7 +37,10 @@ class MoveCost:
 
 
 class Refit:
-    """One fit at a time: `before_step` arms it, `after_step` starts it and, `lag` iterations on, returns maps."""
+    """One fit at a time: `before_step` arms it, `after_step` starts it and, `lag` iterations on, returns maps.
+
+    num_recording: ranks that record a layer, the fewest of any layer: with pipeline stages not all of the world's.
+    """
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class Refit:
         recorders: Mapping[LayerId, RouteRecorder],
         layer_ids: list[LayerId],
         fit_tokens: int,
+        num_recording: int,
         make_request: Callable[[], fit_process.FitRequest],
         log: Callable[[str], None],
     ):
@@ -52,6 +56,7 @@ class Refit:
         self.recorders = recorders
         self.layer_ids = layer_ids
         self.fit_tokens = fit_tokens
+        self.num_recording = num_recording
         self.make_request = make_request
         self.log = log
         self.started_at = 0
@@ -61,9 +66,12 @@ class Refit:
         self._failed = None
 
     def before_step(self, iteration: int) -> None:
-        """Arms the recorders if this iteration's tokens are wanted. Twice as many are recorded as are fitted."""
-        if self.schedule.is_due(iteration, self.started_at, self.was_fitted):
-            wanted = -(-2 * self.fit_tokens // dist.get_world_size())
+        """Arms the recorders if this iteration's tokens are wanted. Twice as many are recorded as are fitted.
+
+        While a fit is pending no other one begins: a run that caught up may meet its regular iteration soon after.
+        """
+        if self.recorded_at is None and self.schedule.is_due(iteration, self.started_at, self.was_fitted):
+            wanted = -(-2 * self.fit_tokens // self.num_recording)
             for recorder in self.recorders.values():
                 recorder.arm(wanted)
             self.recorded_at = iteration

@@ -190,7 +190,8 @@ def broken_recorder():
     """One rank cannot read what it recorded: every rank gets the reason as the fit's answer, none waits."""
     layer_id = LayerId(DECODER, 0)
     recorder = RouteRecorder(2)
-    refit = Refit(FitSchedule(1, 0), {layer_id: recorder}, [layer_id], 64, lambda: None, print)
+    world = dist.get_world_size()
+    refit = Refit(FitSchedule(1, 0), {layer_id: recorder}, [layer_id], 64, world, lambda: None, print)
     refit.before_step(1)
     recorder.add(torch.eye(8, dtype=torch.bool))
     if dist.get_rank() == 1:

@@ -10,7 +10,7 @@ from megatron_ciera.moe import fit_process
 from megatron_ciera.moe.fit_process import FitAnswer, FitRequest
 from megatron_ciera.moe.moves import fewest_moves
 from megatron_ciera.moe.recorder import RouteRecorder
-from megatron_ciera.moe.refit import MoveCost, worthwhile
+from megatron_ciera.moe.refit import MoveCost, Refit, worthwhile
 from megatron_ciera.moe.schedule import FitSchedule
 from placement.file import DECODER, LayerId
 
@@ -90,6 +90,18 @@ def test_recorder_leaves_out_tokens_that_lost_an_expert():
     assert recorder.take().tolist() == [[4, 6]]
 
 
+def test_twice_the_fit_tokens_are_recorded_by_the_ranks_that_have_a_layer():
+    """Two of the world's ranks, as with pipeline stages; a fit that is pending is not recorded over."""
+    recorder, layer_id = RouteRecorder(topk=1), LayerId(DECODER, 0)
+    refit = Refit(FitSchedule(3, 3), {layer_id: recorder}, [layer_id], 3, 2, lambda: None, print)
+    refit.started_at = 4
+    refit.before_step(5)
+    recorder.add(torch.eye(8, dtype=torch.bool))
+    refit.before_step(6)
+    assert refit.recorded_at == 5
+    assert recorder.take().ravel().tolist() == [0, 1, 2]
+
+
 def coupled_tokens(tokens, seed):
     """[2, tokens, 2]: expert e goes with e + 8 of 16, so that contiguous halves always split a token."""
     rng = np.random.default_rng(seed)
@@ -110,7 +122,7 @@ REQUEST = FitRequest(
 def test_fit_in_a_process_of_its_own():
     answer = fit_process.answer_of(fit_process.start(coupled_tokens(512, 0), coupled_tokens(512, 1), REQUEST))
     assert answer.failure is None
-    assert answer.rows_before == [2.0, 2.0]
+    assert answer.rows_before == [2.0, 2.0] and answer.num_tokens == 512
     assert max(answer.rows_after) < 1.2
     assert answer == fit_process.solve(coupled_tokens(512, 0), coupled_tokens(512, 1), REQUEST)
 
