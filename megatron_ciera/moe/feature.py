@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from megatron_ciera.errors import ConfigurationError, exit_with
+from megatron_ciera.errors import ConfigurationError, exit_with, refuse
 from megatron_ciera.feature import Feature
 from megatron_ciera.flags import CieraConfig
 from megatron_ciera.moe import stored
@@ -240,11 +240,23 @@ class MoEFeature(Feature):
     def _ranks_on_this_node(self) -> torch.Tensor:
         per_node = self._ranks_per_host()
         ranks = torch.tensor(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
-        self._ranks_per_node = int((ranks // per_node == ranks[0] // per_node).sum())
-        if self._ep_size % self._ranks_per_node:
+        # How experts are renamed follows from these numbers: every rank must come to the same.
+        everyone = [None] * dist.get_world_size()
+        together = int((ranks // per_node == ranks[0] // per_node).sum())
+        dist.all_gather_object(everyone, (per_node, together))
+        hosts, shares = (sorted(set(numbers)) for numbers in zip(*everyone, strict=True))
+        if len(hosts) > 1:
+            raise refuse(
+                "--nproc-per-node of torchrun",
+                f"nodes of {' and '.join(map(str, hosts))} processes",
+                "as many on every node",
+                "Start as many processes on each, or state gpus_per_node in the `cluster:` section of --config.",
+            )
+        self._ranks_per_node = shares[0]
+        if len(shares) > 1 or self._ep_size % self._ranks_per_node:
             self.run.log(
-                f"MoE: {self._ep_size} expert-parallel ranks do not divide over nodes of {self._ranks_per_node}: "
-                "placement takes all ranks as one node"
+                f"MoE: {self._ep_size} expert-parallel ranks do not divide over nodes of "
+                f"{' or '.join(map(str, shares))}: placement takes all ranks as one node"
             )
             self._ranks_per_node = self._ep_size
         device = torch.cuda.current_device()
