@@ -4,6 +4,7 @@ Experts are columns of a scale matrix (parity) or gated MLPs (timing); the route
 softmax is taken over the recorded experts, so that its gradient goes through the dispatcher too.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -127,6 +128,7 @@ def exact_step(scale_by_slot: torch.Tensor, inputs: Inputs) -> dict[str, torch.T
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """L2 distance over the norm of `exact`, in fp64."""
+    """L2 distance over the norm of `exact`, in fp64; infinite for NaN, which a maximum over ranks may lose."""
     exact = exact.double()
-    return float((found.double() - exact).norm() / exact.norm())
+    error = float((found.double() - exact).norm() / exact.norm())
+    return math.inf if math.isnan(error) else error

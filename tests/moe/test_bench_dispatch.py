@@ -1,12 +1,15 @@
 """scripts/bench_dispatch.py in its three forms."""
 
 import json
+import math
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_ciera.moe.replay import relative_error
 from tests.launching import ROOT, TINY, launch
 
 SCRIPT = str(ROOT / "scripts" / "bench_dispatch.py")
@@ -41,6 +44,12 @@ def test_counting(trace):
         assert 1.0 < entry["correlated"]["rows_per_rank"] < 1.5
         assert entry["correlated"]["bytes_per_rank"] < entry["contiguous"]["bytes_per_rank"]
     assert result["sizes"][1]["correlated"]["internode_bytes_per_node"] > 0
+
+
+def test_nan_is_never_within_a_bound():
+    exact = torch.ones(3)
+    assert relative_error(torch.tensor([1.0, 1.0, 1.5]), exact) == pytest.approx(0.5 / math.sqrt(3))
+    assert relative_error(torch.tensor([1.0, math.nan, 1.0]), exact) == math.inf
 
 
 @pytest.mark.slow
