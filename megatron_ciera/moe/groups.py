@@ -25,10 +25,6 @@ class ExpertGroup:
         return self.members[self.expert_rank, self.data_rank]
 
     @property
-    def expert_size(self) -> int:
-        return 1 + max(expert for expert, _ in self.members)
-
-    @property
     def data_size(self) -> int:
         return 1 + max(data for _, data in self.members)
 

@@ -50,7 +50,7 @@ class OptimizerState:
         return None
 
     def steps(self) -> list[float]:
-        """Step counts of the parameter groups and of single parameters: equal for all experts of a run."""
+        """Step counts of the groups that hold experts: equal on all ranks of a run."""
         counts = set()
         for part in self.optimizers:
             for group in part.optimizer.param_groups:
