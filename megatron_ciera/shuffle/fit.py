@@ -66,11 +66,16 @@ def start(windows: list[Window], num_experts: int, num_ranks: int) -> subprocess
 
 
 def tables_of(process: subprocess.Popen) -> list[LayerTables] | str:
-    """Waits for a started fit: tables in the order of its windows, or why there are none."""
+    """Waits for a started fit: tables in the order of its windows, or why there are none.
+
+    What is read is what this package's own process wrote; anything else that it printed is a reason, too.
+    """
     try:
         return pickle.loads(background.output_of(process))
     except background.FitFailedError as error:
         return str(error)
+    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError) as error:
+        return f"the fit answered with something else than tables: {error}"
 
 
 def main() -> None:
@@ -91,5 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # By its full name, so that what is pickled does not depend on how this file was started.
     main()

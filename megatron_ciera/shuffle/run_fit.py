@@ -36,6 +36,7 @@ class RunFit:
         self.started_at, self.was_fitted = 0, False
         self._recorded_at = None
         self._process = None
+        self._failed: str | None = None
         self._fitted_layers: list[int] = []
         log(
             f"token shuffling: prediction tables fitted at iteration {self.schedule.first}"
@@ -70,13 +71,25 @@ class RunFit:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
-        self._process = self._recorded_at = None
+        self._process = self._recorded_at = self._failed = None
         self._disarm()
 
     def _start(self, expert_to_rank: Mapping[int, np.ndarray]) -> None:
         recorders = self._disarm()
         if self.groups.stage.rank() != 0:
             return
+        try:
+            windows = self._windows(recorders, expert_to_rank)
+            self._fitted_layers = list(windows)
+            self._process = fit.start(list(windows.values()), *self.sizes)
+        except Exception as error:
+            # The other ranks of the stage wait for an answer: what broke here is the answer.
+            self._failed = f"{type(error).__name__}: {error}"
+
+    def _windows(
+        self, recorders: Sequence[fit.RoutingRecorder], expert_to_rank: Mapping[int, np.ndarray]
+    ) -> dict[int, fit.Window]:
+        """What the tables of each layer that can shuffle are fitted on, by global layer."""
         windows = {}
         for recorder, numbers in zip(recorders, self.numbers, strict=True):
             found = fit.windows_of(
@@ -85,8 +98,7 @@ class RunFit:
                 len(numbers) - 1,
             )
             windows.update({numbers[index]: window for index, window in found.items()})
-        self._fitted_layers = list(windows)
-        self._process = fit.start(list(windows.values()), *self.sizes)
+        return windows
 
     def _disarm(self) -> list[fit.RoutingRecorder]:
         recorders = [chunk.recorder for chunk in self.chunks]
@@ -97,14 +109,15 @@ class RunFit:
     def _finish(self) -> dict[int, LayerTables] | None:
         answer = [None]
         if self.groups.stage.rank() == 0:
-            tables = fit.tables_of(self._process)
+            tables = self._failed or fit.tables_of(self._process)
             fitted = isinstance(tables, list)
             answer = [dict(zip(self._fitted_layers, tables, strict=True)) if fitted else tables]
         dist.broadcast_object_list(answer, group=self.groups.stage, group_src=0)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, answer[0] if isinstance(answer[0], str) else None)
         failed = [reason for reason in everyone if reason is not None]
-        recorded_at, self._recorded_at, self._process, self.was_fitted = self._recorded_at, None, None, True
+        recorded_at, self._recorded_at, self.was_fitted = self._recorded_at, None, True
+        self._process = self._failed = None
         if failed:
             self.log(f"token shuffling: tables of iteration {recorded_at}: nothing changes: {failed[0]}")
             return None
