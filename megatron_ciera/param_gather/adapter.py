@@ -17,10 +17,9 @@ SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class FoundGroup:
-    """A bucket group of a DDP chunk, its place, and why it stays raw for good (None: it does not)."""
+    """A bucket group of a DDP chunk, and why it stays raw for good (None: it does not)."""
 
     name: str
-    chunk: int
     expert: bool
     bucket_group: object
     raw_reason: str | None
@@ -58,7 +57,7 @@ def find_groups(model_chunks: list) -> list[FoundGroup]:
             for index, group in reversed(numbered) if ddp.ddp_config.overlap_param_gather else numbered:
                 name = f"chunk {chunk}, {'expert' if expert else 'dense'} bucket {index}"
                 reason = _raw_reason(group) or _model_reason(ddp, group, names)
-                found.append(FoundGroup(name, chunk, expert, group, reason))
+                found.append(FoundGroup(name, expert, group, reason))
     return found
 
 
@@ -197,7 +196,3 @@ class _Handles:
         with torch.no_grad():
             for handle in self._handles:
                 handle.wait()
-
-
-def size_of(process_group) -> int:
-    return dist.get_world_size(process_group)

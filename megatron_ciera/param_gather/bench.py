@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_ciera.errors import ConfigurationError
 from megatron_ciera.param_gather.bucket import GatherBucket
 from megatron_ciera.param_gather.codec_choice import agree_on_codecs
 from megatron_ciera.param_gather.costs import plan_pieces
@@ -126,8 +127,7 @@ class Bench:
             slots += bucket.num_slots
             buckets.append(bucket)
         policy = Policy(tuple(codecs), select, None, warmup, 512)
-        log = print if self.rank == 0 and os.environ.get("BENCH_TABLE") else lambda line: None
-        decider = Decider(mode, buckets, codecs, policy, costs if select else None, log)
+        decider = Decider(mode, buckets, codecs, policy, costs if select else None, lambda line: None)
         exchange = Exchange(self.own, slots, decider.num_counts, self.device, lanes, ledger)
         ring = Ring(tuning.num_slots, self.device)
         args = (buckets, exchange, ring, lanes, ledger, warmup, tuning, Round(), decider)
@@ -274,7 +274,7 @@ def main() -> None:
     for mode in options.modes:
         try:
             found = run_mode(bench, mode, options)
-        except ValueError as error:
+        except ConfigurationError as error:
             found = {"unavailable": str(error)}
         if "milliseconds" in found:
             bench.seconds(None, 3)

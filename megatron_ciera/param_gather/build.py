@@ -185,4 +185,4 @@ def _budget(config: CieraConfig, shard_bytes: int, total_bytes: int) -> int | No
 
 
 def _size(member: Member) -> int:
-    return adapter.size_of(member.found.process_group)
+    return member.found.size

@@ -210,11 +210,6 @@ class ShardGroup:
         """Raises ParamGatherError on all ranks of the group if any decoded a damaged block. NOTE: synchronises."""
         self._exchange.check_damage(self._flags, self.place)
 
-    @property
-    def flags(self) -> torch.Tensor:
-        """Damage flags of all buckets, int32 `[rows, 2]` on the device."""
-        return self._flags
-
     def _raw(self, bucket: GatherBucket) -> GatherHandle:
         self.ledger.received("bytes_sent", self._size, bucket.shard_bytes)
         self.ledger.add("raw_gathers", 1)

@@ -9,9 +9,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-MIN_SEGMENT = (
-    4096  # shorter runs of a class join their neighbour: a header each would cost more than it saves
-)
+# Shorter runs of a class join their neighbour: a header each would cost more than it saves.
+MIN_SEGMENT = 4096
 
 # Pieces start at multiples of one of these: whole hash blocks, or what kernels need to read vectors.
 _UNITS = (4096, 64, 1)

@@ -103,7 +103,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the decision table: one class of a group."""
+    """A line of the decision table: one class of a group. `gain`: a rank's, in seconds or bytes a step."""
 
     kind: str
     segments: int
@@ -207,6 +207,7 @@ def rows(
 ) -> tuple[Row, ...]:
     """The decision table: a row a class, in the order of its values."""
     table = []
+    ranks = len({segment.owner for segment in choices})
     for kind in dict.fromkeys(segment.kind for segment in choices):
         members = [segment for segment in choices if segment.kind == kind]
         total = sum(segment.length for segment in members)
@@ -224,7 +225,7 @@ def rows(
                 stats.get(kind, ClassStats()),
                 used,
                 size / (total * itemsize),
-                gain,
+                gain / ranks,
             )
         )
     return tuple(table)

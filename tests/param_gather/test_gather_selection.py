@@ -121,6 +121,8 @@ def test_table_names_class_rate_ratio_and_codec():
     decision = decider_module.Decision(choices, rows(choices, measured, STATS, 2), False)
     lines = format_table("test", decision)
     assert lines[2].split()[:6] == ["expert", "1", "1", "2.00%", "50.00%", "0.188"]
+    # Of two ranks one sends 2^20 values of 3 instead of 16 bits.
+    assert float(lines[2].split()[6]) == pytest.approx(2**20 * 13 / 8 / 2 / 1e3, abs=0.1)
     assert lines[2].endswith("delta") and lines[3].endswith("raw")
 
 

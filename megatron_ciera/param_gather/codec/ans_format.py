@@ -14,9 +14,8 @@ from .words import HASH_BLOCK
 
 SMALL_CHUNK, LARGE_CHUNK = 1 << 16, 1 << 18  # symbols a chunk
 LARGE_SEGMENT = 1 << 25  # values from which on chunks are large: fewer tables of frequencies
-SPLIT = (
-    0xFFF  # in place of a block's number of escapes: low bytes are symbols, high bytes stand in their place
-)
+# In place of a block's number of escapes: low bytes are symbols, high bytes stand in their place.
+SPLIT = 0xFFF
 COUNT_SHIFT = 20  # block table of `delta`: escapes above this bit, place of the first one below
 AREA_WORDS = HASH_BLOCK // 4  # 32-bit words of escapes, or of high bytes, of one block: at most this many
 UNCODED = 1 << 31  # chunk table: the symbols are stored as they are

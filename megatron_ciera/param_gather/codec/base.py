@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from .container import payload_bound
-from .words import HASH_BLOCK, word_format
+from .words import word_format
 
 NO_BAD_BLOCK = 2**31 - 1
 
@@ -41,7 +41,6 @@ class Codec(ABC):
 
     name: str  # 'exponent-reuse' or 'delta'
     coder_name: str  # 'ans' or 'packed'
-    hash_block: int = HASH_BLOCK  # values covered by one verification hash
 
     def __init__(self, dtype: torch.dtype, block_size: int, device: torch.device):
         self.fmt = word_format(dtype)

@@ -1,4 +1,4 @@
-"""`exponent-reuse` with the `packed` coder in plain torch: the twin of kernels/exponents_packed_*.py.
+"""`exponent-reuse` with the `packed` coder in plain torch: the twin of kernels/exponents_packed.py.
 
 A block is coded by itself: bitmap of changed exponent blocks, sign+mantissa of all values, and for changed
 exponent blocks a nibble top - exponent a value, 15 meaning an escape. Bytes: docs/codec.md.

@@ -1,4 +1,4 @@
-"""`delta` with the `packed` coder as Triton kernels, for NVIDIA and AMD. Twin: packed_reference.py."""
+"""`delta` with the `packed` coder as Triton kernels, for NVIDIA and AMD. Twin: packed_delta.py."""
 
 from collections.abc import Sequence
 

@@ -33,7 +33,7 @@ def _coder(kind: str):
 
 
 class BodyReader:
-    """Bounds-checked reading of a body; PayloadErrors come out as ``StreamError``."""
+    """Bounds-checked reading of a body: ``StreamError`` where it ends early."""
 
     def __init__(self, body: np.ndarray):
         self.body, self.position = body, 0
