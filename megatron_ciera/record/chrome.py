@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_ciera.record.tap import Marks
-
-FORMAT, VERSION = "megatron-ciera-trace", 1
+from megatron_ciera.simulator.trace import FORMAT, VERSION
 
 
 class TraceFile:
@@ -43,10 +42,9 @@ class TraceFile:
         begin, end = at(marks.begin), at(marks.end)
         self._end = end
         self._span("iteration", "iteration", "iterations", begin, end, {"iteration": marks.iteration})
-        cursor = {marks.lane: begin}
-        for index, (what, lane, call, stamps) in enumerate(self._numbered(marks)):
-            number = index if what == "launch" else self._numbers[id(call)]
-            self._numbers[id(call)] = number
+        cursor, numbers = {marks.lane: begin}, {}
+        for index, (what, lane, call, stamps) in enumerate(marks.events):
+            number = numbers.setdefault(id(call), index)
             args = {"iteration": marks.iteration, "call": number}
             stream = "compute" if lane == marks.lane else f"compute {lane}"
             start = at(stamps[0])
@@ -85,10 +83,6 @@ class TraceFile:
             '{"ph": "M", "name": "process_labels", "pid": %d, "args": {"labels": ""}}\n]\n' % self._rank
         )
         self._file.close()
-
-    def _numbered(self, marks: Marks):
-        self._numbers: dict[int, int] = {}
-        return marks.events
 
     def _collective(self, call, at, args: Mapping, stream: str) -> None:
         role = self._roles.get(call.group, {"role": "other", "per_node": call.size})

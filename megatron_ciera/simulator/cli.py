@@ -71,13 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     config = load_config(given.config)
     job = _resized(job_from_config(config), given)
+    if given.rank_load < 1:
+        raise refuse("--rank-load", given.rank_load, "1 or more: busiest rank over mean", "Correct it.")
     gpu = _with_codec(hardware(config.cluster, given.efficiency), given)
     rates = _rates(given, job)
     assumed = Assumptions(rates, given.rows_removed, given.rank_load)
     if given.trace:
         projections, source = _replayed(given, config.cluster, gpu, assumed)
     else:
-        sizes = [int(size) for size in given.gpus.split(",")] if given.gpus else default_sizes(job)
+        sizes = _sizes(given) or default_sizes(job)
         names = given.features.split(",") if given.features else default_features(job)
         variants = [parse_features(name) for name in names]
         projections = [
@@ -106,9 +108,18 @@ def _run(given: argparse.Namespace) -> None:
 
 def _replayed(given, cluster, gpu, assumed: Assumptions) -> tuple[list[Projection], dict]:
     """The trace on the config's cluster; what the config's `megatron:` says does not count."""
+    for flag, is_default in (
+        ("--layers", given.layers is None),
+        ("--seq-length", given.seq_length is None),
+        ("--rank-load", given.rank_load == 1.0),
+    ):
+        if not is_default:
+            raise refuse(
+                flag, "--trace beside it", "a simulated config", "Leave one out: a trace has it as recorded."
+            )
     trace = read_trace(given.trace)
     world = trace.header["world"]
-    sizes = [int(size) for size in given.gpus.split(",")] if given.gpus else [world]
+    sizes = _sizes(given) or [world]
     if given.features:
         names = given.features.split(",")
         variants = [RECORDED if name in ("recorded", "stock") else parse_features(name) for name in names]
@@ -135,6 +146,15 @@ def _replayed(given, cluster, gpu, assumed: Assumptions) -> tuple[list[Projectio
     }
 
 
+def _sizes(given: argparse.Namespace) -> list[int]:
+    """The numbers of --gpus; empty without it."""
+    words = given.gpus.split(",") if given.gpus else []
+    for word in words:
+        if not word.strip().isdigit():
+            raise refuse("--gpus", word, "whole numbers with commas between them", "Such as --gpus 8,16.")
+    return [int(word) for word in words]
+
+
 def _resized(job: Job, given: argparse.Namespace) -> Job:
     if given.layers is not None:
         if not 0 < given.layers <= job.num_layers or given.layers % job.pipeline:
@@ -149,7 +169,7 @@ def _resized(job: Job, given: argparse.Namespace) -> Job:
 
 def _with_codec(gpu: Hardware, given: argparse.Namespace) -> Hardware:
     """The codec as fast as it was measured, where that is given; two bytes a value."""
-    for flag in ("gather_ratio", "encode_gb_s", "decode_gb_s"):
+    for flag in ("gather_ratio", "encode_gb_s", "decode_gb_s", "efficiency"):
         value = getattr(given, flag)
         if value is not None and not value > 0:
             raise refuse("--" + flag.replace("_", "-"), value, "a positive number", "Correct it.")
@@ -159,20 +179,39 @@ def _with_codec(gpu: Hardware, given: argparse.Namespace) -> Hardware:
 def _rates(given: argparse.Namespace, job: Job) -> ChangeRates:
     rates = rates_at(job.learning_rate, given.block_size)
     if given.stability:
-        rates = rates_from_stability(json.loads(Path(given.stability).read_text()), given.stability)
+        try:
+            rates = rates_from_stability(json.loads(Path(given.stability).read_text()), given.stability)
+        except (OSError, ValueError, LookupError) as error:
+            raise refuse(
+                "--stability",
+                f"{given.stability} ({type(error).__name__}: {error})",
+                "what measure_stability.py --json printed",
+                "Write its output to a file.",
+            ) from error
     if given.block_change_rate:
         blocks = dict(rates.block_change_rate)
         for part in given.block_change_rate.split(","):
             name, equals, value = part.rpartition("=")
             if equals and name not in blocks:
                 raise refuse("--block-change-rate", name, " or ".join(blocks), "Correct it.")
-            blocks.update({name: float(value)} if equals else dict.fromkeys(blocks, float(value)))
+            share = _share("--block-change-rate", value)
+            blocks.update({name: share} if equals else dict.fromkeys(blocks, share))
         rates = replace(
             rates, block_change_rate=blocks, source=rates.source + "; block change rates as given"
         )
     if given.gather_ratio is not None:
         rates = rates.with_ratio(given.gather_ratio)
     return rates
+
+
+def _share(flag: str, text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise refuse(flag, text, "a share from 0 to 1", "45 % is 0.45.")
+    return share
 
 
 def _notes(projections, facts: dict) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_ciera.errors import refuse
+from placement.rows import expected_rows_per_token
 
 WORDS = ("ciera", "exponent-reuse", "no-selection", "no-overlap", "dedup", "placement", "shuffle")
 CLASSES = ("dense", "expert")
@@ -122,13 +123,6 @@ class Routing:
         return self.rows - self.local
 
 
-def uniform_rows(num_experts: int, topk: int, ranks: int) -> float:
-    """Distinct ranks that hold a token's experts when routing is uniform: EP (1 - C(E - n, k) / C(E, k))."""
-    each = num_experts // ranks
-    missed = math.comb(num_experts - each, topk) / math.comb(num_experts, topk)
-    return ranks * (1 - missed)
-
-
 @dataclass(frozen=True)
 class RoutingAssumption:
     """What placement and shuffling reach, if it was not measured.
@@ -156,12 +150,18 @@ _PAPER = {
 def routing(
     num_experts: int, topk: int, ranks: int, features: Features, rows_removed: float | None = None
 ) -> Routing:
-    """Rows per token for this variant; `rows_removed` overrides the assumed share for placement."""
+    """Rows per token for this variant; `rows_removed` overrides the assumed share for placement.
+
+    Raises:
+        ConfigurationError: `rows_removed` is no share.
+    """
+    if rows_removed is not None and not 0 <= rows_removed < 1:
+        raise refuse("--rows-removed", rows_removed, "a share from 0 to below 1", "45 % is 0.45.")
     if ranks == 1:
         return Routing(topk, topk, "one rank")
     if not features.dedup:
         return Routing(topk, topk / ranks, "one row an assignment")
-    contiguous = uniform_rows(num_experts, topk, ranks)
+    contiguous = expected_rows_per_token(num_experts, topk, ranks)
     if not features.placement:
         return Routing(contiguous, contiguous / ranks, "uniform routing, contiguous experts")
     assumed = _PAPER[2 if topk <= 2 else 6]

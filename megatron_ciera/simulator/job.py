@@ -152,6 +152,16 @@ def _job(flags: _Flags, cluster: Cluster) -> Job:
         raise refuse(
             "--moe-token-dispatcher-type", found, "alltoall in the simulator", "Set it in the config."
         )
+    batch = flags.number("--global-batch-size")
+    per_step = micro_batch * (world // (tensor * pipeline))
+    if not per_step or batch % per_step or not batch:
+        raise refuse(
+            "--global-batch-size",
+            batch,
+            f"a multiple of {per_step or micro_batch} (micro batch {micro_batch} × data parallel size, on {world} "
+            f"GPUs with tensor {tensor} and pipeline {pipeline})",
+            "Change it in the config, or the parallel sizes, or the `cluster:` section.",
+        )
     if layers % pipeline:
         raise refuse("--num-layers", layers, f"a multiple of {pipeline} (pipeline)", "Change one of the two.")
     return Job(
@@ -171,7 +181,7 @@ def _job(flags: _Flags, cluster: Cluster) -> Job:
         shared_ffn=flags.number("--moe-shared-expert-intermediate-size", 0),
         sequence=flags.number("--seq-length"),
         micro_batch=micro_batch,
-        micro_batches=flags.number("--global-batch-size") // (micro_batch * (world // (tensor * pipeline))),
+        micro_batches=batch // per_step,
         recompute=flags.text("--recompute-granularity") == "full",
         tensor=tensor,
         pipeline=pipeline,

@@ -136,7 +136,7 @@ def memory(job: Job, compressed: bool) -> Memory:
     per_token = 2 if job.recompute else 34 + 8 * job.topk * any(job.is_moe)
     return Memory(
         parameters=2.0 * values,
-        gradients=4.0 * values,
+        gradients=float(job.grad_bytes * values),
         optimizer=12.0 * shard,
         activations=per_token * job.tokens * job.hidden * layers * in_flight,
         shadow=2.0 * shard if compressed else 0.0,

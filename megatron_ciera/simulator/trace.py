@@ -13,7 +13,10 @@ FORMAT, VERSION = "megatron-ciera-trace", 1
 
 @dataclass(frozen=True)
 class Collective:
-    """One recorded collective. bytes: the whole of what is gathered, reduced or sent by this rank. start, end: s."""
+    """One recorded collective, from `start` to `end` in seconds.
+
+    num_bytes: the whole of what is gathered or reduced, or what this rank sends.
+    """
 
     kind: str
     role: str
@@ -21,7 +24,6 @@ class Collective:
     num_bytes: int
     start: float
     end: float
-    on_main: bool
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ class Iteration:
 
     number: int
     seconds: float
-    begin: float
     steps: tuple[Step, ...]
     calls: Mapping[int, Collective]
 
@@ -103,8 +104,7 @@ def _iterations(events):
     for number, group in by_iteration.items():
         whole = [event for event in group if event["cat"] == "iteration"]
         if whole:
-            begin = whole[0]["ts"] / 1e6
-            yield Iteration(number, whole[0]["dur"] / 1e6, begin, *_steps(group, threads))
+            yield Iteration(number, whole[0]["dur"] / 1e6, *_steps(group, threads))
 
 
 def _steps(events, threads) -> tuple[tuple[Step, ...], dict[int, Collective]]:
@@ -113,9 +113,8 @@ def _steps(events, threads) -> tuple[tuple[Step, ...], dict[int, Collective]]:
         begin, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
         args, kind = event["args"], event["cat"]
         if kind == "collective":
-            main = args["issued_by"] == "compute"
             calls[args["call"]] = Collective(
-                event["name"], args["group"], args["size"], args["bytes"], begin, end, main
+                event["name"], args["group"], args["size"], args["bytes"], begin, end
             )
             steps.append(Step("launch", call=args["call"]))
         elif threads.get(event["tid"]) == "compute" and kind == "compute":

@@ -67,6 +67,13 @@ def test_layers_sequence_and_block_size_change_the_answer(capsys):
         (("--layers", "99"), "--layers: found 99"),
         (("--features", "magic"), "--features: found magic"),
         (("--block-change-rate", "norm=1"), "--block-change-rate: found norm"),
+        (("--block-change-rate", "expert=45"), "--block-change-rate: found 45, needs a share"),
+        (("--gpus", "8,many"), "--gpus: found many"),
+        (("--rows-removed", "45"), "--rows-removed: found 45.0, needs a share"),
+        (("--rank-load", "0.5"), "--rank-load: found 0.5"),
+        (("--efficiency", "0"), "--efficiency: found 0.0"),
+        (("--stability", "nowhere.json"), "--stability: found nowhere.json"),
+        (("--trace", "nowhere", "--layers", "2"), "--layers: found --trace beside it"),
     ],
 )
 def test_mistakes_are_named_without_a_traceback(capsys, words, message):

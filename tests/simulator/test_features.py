@@ -11,9 +11,9 @@ from megatron_ciera.simulator.features import (
     rates_at,
     rates_from_stability,
     routing,
-    uniform_rows,
 )
 from megatron_ciera.simulator.network import Cost, Group, all_to_all, ring, strided
+from placement.rows import expected_rows_per_token
 
 CLUSTER = Cluster("CPU", 2, 8, 1.0, Link(200.0, 2.0), Link(10.0, 5.0))
 
@@ -21,11 +21,11 @@ CLUSTER = Cluster("CPU", 2, 8, 1.0, Link(200.0, 2.0), Link(10.0, 5.0))
 def test_uniform_rows_is_the_mean_over_all_expert_sets():
     sets = list(combinations(range(8), 3))
     counted = sum(len({expert // 2 for expert in chosen}) for chosen in sets) / len(sets)
-    assert uniform_rows(8, 3, 4) == pytest.approx(counted)
+    assert expected_rows_per_token(8, 3, 4) == pytest.approx(counted)
 
 
 def test_rows_removed_by_contiguous_placement_are_those_of_the_paper():
-    removed = {(k, ep): 1 - uniform_rows(128, k, ep) / k for k in (2, 6) for ep in (8, 32)}
+    removed = {(k, ep): 1 - expected_rows_per_token(128, k, ep) / k for k in (2, 6) for ep in (8, 32)}
     assert removed[6, 8] == pytest.approx(0.25, abs=0.006)
     assert removed[6, 32] == pytest.approx(0.055, abs=0.004)
     assert removed[2, 8] == pytest.approx(0.06, abs=0.002)

@@ -203,6 +203,7 @@ def test_layout_decides_what_crosses_nodes():
         ("expert-tensor-parallel-size", "2", "--expert-tensor-parallel-size: found 2, needs 1"),
         ("moe-token-dispatcher-type", "flex", "--moe-token-dispatcher-type: found flex"),
         ("moe-layer-freq", "([0]*1+[1]*3)", r"--moe-layer-freq: .* needs 2 entries"),
+        ("global-batch-size", "1", "--global-batch-size: found 1, needs a multiple of"),
     ],
 )
 def test_what_is_not_modelled_is_refused(flag, value, message):
