@@ -81,6 +81,7 @@ def _first_parameter(left: dict, right: dict) -> str:
 
 def observe_run(command: Sequence[str], folder: Path, log: Path) -> int:
     """Runs a training command observed in `folder`, everything it prints in `log`; returns its exit code."""
+    observe.clear(folder)
     environment = os.environ | {observe.VARIABLE: str(folder)}
     with open(log, "w") as output:
         return subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode

@@ -24,10 +24,11 @@ def folder() -> Path | None:
 
 
 class Observer:
-    """Writes what one run did. `first` starts the file anew, so that a rerun does not append to an old one."""
+    """Writes what one run did."""
 
     def __init__(self, path: Path):
         self.path = path
+        # A rerun starts the file anew instead of appending to an old one.
         self._first = True
 
     def iteration(self, iteration: int, losses: Mapping, grad_norm, metrics: Mapping[str, float]) -> None:
@@ -72,8 +73,25 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def read_iterations(path: Path) -> list[dict]:
-    """The records of `iterations.jsonl` in a folder."""
-    return [json.loads(line) for line in (path / "iterations.jsonl").read_text().splitlines()]
+    """The records of `iterations.jsonl` in a folder.
+
+    Raises:
+        ValueError: the file is not there.
+    """
+    file = path / "iterations.jsonl"
+    if not file.is_file():
+        raise ValueError(
+            f"{file}: not found, wanted what an observed run writes: {VARIABLE} counts in a training launched "
+            "through megatron_ciera (scripts/pretrain_gpt.py), from the first iteration that is logged"
+        )
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def clear(path: Path) -> None:
+    """Removes what an earlier run left in a folder: it may have had more ranks than the next."""
+    for pattern in ("iterations.jsonl", "parameters_rank*.json", "memory_rank*.json"):
+        for file in path.glob(pattern):
+            file.unlink()
 
 
 def metric(record: dict, name: str) -> float:

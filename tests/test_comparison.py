@@ -1,10 +1,11 @@
 """Comparing observed runs: equal is equal to the bit, and every kind of difference is found and named."""
 
 import json
+import sys
 
 import pytest
 
-from megatron_ciera.comparison import compare
+from megatron_ciera.comparison import compare, observe_run
 
 
 def run(folder, losses=(1.0, 0.5), norms=(2.0, 1.5), digests=("aa", "bb"), first=1):
@@ -49,3 +50,15 @@ def test_nan_in_both_is_equal(tmp_path):
 def test_runs_that_cover_other_iterations_are_not_compared(tmp_path):
     with pytest.raises(ValueError, match="must cover the same, with --log-interval 1"):
         compare(run(tmp_path / "a"), run(tmp_path / "b", first=3))
+
+
+def test_run_that_was_not_observed_is_named(tmp_path):
+    (tmp_path / "b").mkdir()
+    with pytest.raises(ValueError, match="b/iterations.jsonl: not found, .* launched through megatron_ciera"):
+        compare(run(tmp_path / "a"), tmp_path / "b")
+
+
+def test_what_an_earlier_run_observed_is_not_taken_for_this_one(tmp_path):
+    folder = run(tmp_path / "a")
+    assert observe_run([sys.executable, "-c", ""], folder, tmp_path / "log") == 0
+    assert list(folder.iterdir()) == []

@@ -130,6 +130,7 @@ def train(plan: Plan, name: str, flags: list[str], on_iteration: Callable[[int],
         finally:
             if process.poll() is None:
                 process.terminate()
+                process.wait()
     on_iteration(_iterations_done(observed))
     if process.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
@@ -141,6 +142,6 @@ def train(plan: Plan, name: str, flags: list[str], on_iteration: Callable[[int],
 
 def _iterations_done(observed: Path) -> int:
     try:
-        return sum(1 for _ in open(observed / "iterations.jsonl"))
+        return len((observed / "iterations.jsonl").read_bytes().splitlines())
     except OSError:
         return 0
