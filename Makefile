@@ -1,4 +1,4 @@
-# make quickstart   train, fit a placement, resume three ways, compare; writes out/quickstart/
+# make quickstart   train, fit a placement, resume four ways, compare; writes out/quickstart/
 # make test         everything but `gpu` and `slow` tests
 # make test-full    the full option matrix as well
 # make test-gpu     `gpu` tests, on a machine with GPUs

@@ -15,12 +15,30 @@ from megatron_ciera import cpu
 from megatron_ciera.quickstart import page, steps, summary
 from megatron_ciera.quickstart.runs import Plan
 
+# What a quickstart leaves in its folder; a folder with anything else in it is somebody's.
+OURS = frozenset(
+    "dataset data_cache runs checkpoint routing_trace placement.json placement.npz placement.html "
+    "report.json report.html".split()
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("out/quickstart"))
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("out/quickstart"),
+        help="folder, new or of an earlier quickstart, which is removed",
+    )
     parser.add_argument("--short", action="store_true", help="fewer iterations, for a check")
     options = parser.parse_args(argv)
+    if options.output.exists():
+        foreign = sorted({path.name for path in options.output.iterdir()} - OURS)
+        if foreign:
+            parser.error(
+                f"--output {options.output}: found {foreign[0]}, which no quickstart wrote; wanted a folder that "
+                "may be removed: name a new one"
+            )
 
     begin = time.perf_counter()
     shutil.rmtree(options.output, ignore_errors=True)
