@@ -49,16 +49,26 @@ def parse(argv):
     args = parser.parse_args(argv)
     if len(args.snapshots) not in (0, 2):
         parser.error(f"{len(args.snapshots)} snapshots given, wanted two (BEFORE AFTER) or none")
+    if not 0 <= args.unchanged < 1:
+        parser.error(f"--unchanged {args.unchanged:g}: wanted a share from 0 up to, not including, 1")
     return args
 
 
 def source_pairs(args) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """bf16 words before and after, one pair a tensor, on the device."""
+    """bf16 words before and after, one pair a tensor, on the device. ValueError if the snapshots hold none."""
     if args.snapshots:
-        return [
+        loaded = load_pair(*args.snapshots)
+        pairs = [
             (old.view(-1).to(args.device), new.view(-1).to(args.device))
-            for _, _, old, new in load_pair(*args.snapshots)
+            for _, dtype, old, new in loaded
+            if dtype is torch.bfloat16
         ]
+        if not pairs:
+            found = ", ".join(sorted({str(dtype) for _, dtype, _, _ in loaded}))
+            raise ValueError(
+                f"{args.snapshots[0]}: found parameters of {found}, wanted bf16: the benchmark codes bf16 words"
+            )
+        return pairs
     generator = torch.Generator().manual_seed(0)
     before = torch.randn(1 << 20, generator=generator) * 0.02
     after = before + torch.randn(1 << 20, generator=generator) * 1.5e-4
@@ -66,7 +76,8 @@ def source_pairs(args) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def grow(pairs, count: int, unchanged: float, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words of ``count`` values: shuffled copies of the pairs, one after the other."""
+    """Words of ``count`` values: shuffled copies of the pairs, one after the other. ValueError if they cannot
+    have the share of unchanged values."""
     generator = torch.Generator(device).manual_seed(1)
     old, new = (torch.empty(count, dtype=pairs[0][0].dtype, device=device) for _ in range(2))
     start = 0
@@ -79,7 +90,12 @@ def grow(pairs, count: int, unchanged: float, device) -> tuple[torch.Tensor, tor
     if unchanged:
         for first in range(0, count, 1 << 26):
             part = slice(first, first + (1 << 26))
-            same_now = (old[part] == new[part]).double().mean()
+            same_now = float((old[part] == new[part]).double().mean())
+            if same_now > unchanged:
+                raise ValueError(
+                    f"--unchanged {unchanged:g}: found {same_now:.3f} of the values unchanged already, wanted at "
+                    "most that share: changes are thinned, never added"
+                )
             keep = torch.rand(old[part].numel(), generator=generator, device=device) < (
                 unchanged - same_now
             ) / (1 - same_now)
@@ -165,7 +181,11 @@ def main(argv=None) -> int:
     if device.type == "cpu":
         torch.set_num_threads(1)
     sizes = args.sizes_mb or ("1,4,16,64,256,1024" if device.type == "cuda" else "1,4,16")
-    pairs = source_pairs(args)
+    try:
+        pairs = source_pairs(args)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     say = (lambda *_: None) if args.json else print
     report = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, one thread",
@@ -187,7 +207,11 @@ def main(argv=None) -> int:
                 say(report["skipped"][-1])
     say(f"{'codec':16}{'coder':8}{'MB':>8}{'bits/value':>12}{'encode GB/s':>13}{'decode GB/s':>13}")
     for size in map(float, sizes.split(",")):
-        old, new = grow(pairs, int(size * 1e6) // 2, args.unchanged, device)
+        try:
+            old, new = grow(pairs, int(size * 1e6) // 2, args.unchanged, device)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
         for codec in codecs:
             row = measure(codec, old, new)
             report["results"].append(row)

@@ -111,3 +111,13 @@ def test_benchmark_reports_every_codec(snapshots):
     }
     assert all(row["encode_gb_s"] > 0 and row["decode_gb_s"] > 0 for row in report["results"])
     assert [row["interval"] for row in report["check"]["intervals"]] == list(range(1, 11))
+
+
+def test_benchmark_refuses_what_it_would_code_wrongly(snapshots):
+    single = str(snapshots / "single.npz")
+    np.savez(single, weight=np.zeros(100, np.float32))
+    run = run_script("bench_codec.py", single, single)
+    assert run.returncode == 2 and "torch.float32, wanted bf16" in run.stderr
+    same = [str(snapshots / "before.npz")] * 2
+    run = run_script("bench_codec.py", *same, "--unchanged", "0.5", "--device", "cpu", "--sizes-mb", "0.05")
+    assert run.returncode == 2 and "--unchanged 0.5: found 1.000" in run.stderr
