@@ -58,11 +58,6 @@ class CieraConfig:
     cluster: Cluster | None = None
 
     @property
-    def active(self) -> bool:
-        """Whether anything at all is attached to the run."""
-        return self.ciera or self.moe or self.ciera_record is not None
-
-    @property
     def moe(self) -> bool:
         """Whether MoE layers are touched."""
         return self.correlated_placement or self.dedup_dispatch or self.token_shuffle

@@ -50,6 +50,17 @@ class Run:
         return ours.count("Traceback (most recent call last)") - int(own_report)
 
 
+def without(flags: list[str], *names: str) -> list[str]:
+    """TINY-style flags without the named ones (and their values)."""
+    kept, skip = [], False
+    for word in flags:
+        if word.startswith("--"):
+            skip = word in names
+        if not skip:
+            kept.append(word)
+    return kept
+
+
 def launch(
     folder: Path, processes: int, flags: list[str], *, script=(SCRIPT,), timeout=240, **environment
 ) -> Run:

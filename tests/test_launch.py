@@ -6,20 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, TINY, launch
+from tests.launching import ROOT, TINY, launch, without
 
 PLAIN = str(ROOT / "tests" / "plain_megatron.py")
-
-
-def without(flags, *names):
-    """TINY-style flags without the named ones (and their values)."""
-    kept, skip = [], False
-    for word in flags:
-        if word.startswith("--"):
-            skip = word in names
-        if not skip:
-            kept.append(word)
-    return kept
 
 
 @pytest.fixture(scope="module")

@@ -86,8 +86,6 @@ def test_many_segments_without_host_synchronisation(name, coder):
     states = [codec.new_state(to_words(pair[0]).cuda()) for pair in pairs]
     outs = [torch.empty(codec.bound(words.numel()), dtype=torch.uint8, device="cuda") for words in new]
     sizes = torch.empty(len(pairs), dtype=torch.int64, device="cuda")
-    codec.encode_many(new, states, outs, sizes)
-    payloads = [out[:size] for out, size in zip(outs, sizes.tolist(), strict=True)]
     for attempt in range(2):  # the first one compiles and allocates
         targets, flags = [to_words(pair[0]).cuda() for pair in pairs], new_flags(len(pairs), "cuda")
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")
@@ -99,7 +97,6 @@ def test_many_segments_without_host_synchronisation(name, coder):
             torch.cuda.set_sync_debug_mode("default")
         assert flags[:, 0].sum() == 0
         assert all(torch.equal(target, words) for target, words in zip(targets, new, strict=True))
-    assert len(payloads) == len(pairs)
 
 
 @pytest.mark.parametrize("coder", CODERS)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ciera import observe
 from megatron_ciera.comparison import compare
-from tests.launching import TINY, launch
+from tests.launching import TINY, launch, without
 
 EXPERTS = "--expert-model-parallel-size 2"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -82,19 +82,9 @@ CASES = {
 }
 
 
-def without(flags: list[str], names: tuple[str, ...]) -> list[str]:
-    kept, skip = [], False
-    for word in flags:
-        if word.startswith("--"):
-            skip = word in names
-        if not skip:
-            kept.append(word)
-    return kept
-
-
 def moe_free(flags: list[str]) -> list[str]:
     names = [word for word in flags if word.startswith(("--moe", "--num-experts"))]
-    return without(flags, tuple(names))
+    return without(flags, *names)
 
 
 def check(case: Case, iterations: int, folder) -> list[dict]:
