@@ -9,7 +9,13 @@ from pathlib import Path
 
 from megatron_ciera.errors import ConfigurationError, refuse
 from megatron_ciera.simulator import report
-from megatron_ciera.simulator.features import ChangeRates, parse_features, rates_at, rates_from_stability
+from megatron_ciera.simulator.features import (
+    ChangeRates,
+    Features,
+    parse_features,
+    rates_at,
+    rates_from_stability,
+)
 from megatron_ciera.simulator.hardware import Hardware, hardware
 from megatron_ciera.simulator.job import Job, job_from_config
 from megatron_ciera.simulator.project import Assumptions, Projection, default_features, default_sizes, project
@@ -37,7 +43,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON of measure_stability.py: change rates instead of built-in ones",
     )
-    option("--block-size", type=int, default=512, help="values per exponent block")
+    option(
+        "--block-size",
+        type=int,
+        help="values per exponent block; default: the largest of --stability, else 512",
+    )
     option("--block-change-rate", metavar="X", help="one number, or dense=X,expert=Y, for exponent-reuse")
     option(
         "--rows-removed", type=float, help="share of rows that placement removes; see evaluate_placement.py"
@@ -82,6 +92,7 @@ def _run(given: argparse.Namespace) -> None:
         sizes = _sizes(given) or default_sizes(job)
         names = given.features.split(",") if given.features else default_features(job)
         variants = [parse_features(name) for name in names]
+        _check_ratio(given, variants)
         projections = [
             project(job, config.cluster, gpu, variant, assumed, size)
             for size in sizes
@@ -129,6 +140,7 @@ def _replayed(given, cluster, gpu, assumed: Assumptions) -> tuple[list[Projectio
         experts = trace.header["settings"]["expert_model_parallel_size"] > 1
         if experts and "dedup" not in trace.header["features"]:
             variants += [parse_features("dedup"), parse_features("placement")]
+    _check_ratio(given, variants)
     projections = []
     for size in sizes:
         near = replace(cluster, gpus_per_node=min(size, cluster.gpus_per_node))
@@ -177,10 +189,15 @@ def _with_codec(gpu: Hardware, given: argparse.Namespace) -> Hardware:
 
 
 def _rates(given: argparse.Namespace, job: Job) -> ChangeRates:
-    rates = rates_at(job.learning_rate, given.block_size)
+    if given.block_size is not None and given.block_size < 1:
+        raise refuse("--block-size", given.block_size, "1 or more", "Correct it.")
+    rates = rates_at(job.learning_rate, given.block_size or 512)
     if given.stability:
         try:
-            rates = rates_from_stability(json.loads(Path(given.stability).read_text()), given.stability)
+            measured = json.loads(Path(given.stability).read_text())
+            rates = rates_from_stability(measured, given.stability, given.block_size)
+        except ConfigurationError:
+            raise
         except (OSError, ValueError, LookupError) as error:
             raise refuse(
                 "--stability",
@@ -204,6 +221,17 @@ def _rates(given: argparse.Namespace, job: Job) -> ChangeRates:
     return rates
 
 
+def _check_ratio(given: argparse.Namespace, variants: Sequence[Features]) -> None:
+    codecs = {variant.codec for variant in variants} - {None}
+    if given.gather_ratio is not None and len(codecs) > 1:
+        raise refuse(
+            "--gather-ratio",
+            f"{given.gather_ratio} for variants with {' and '.join(sorted(codecs))}",
+            "variants of the one codec that reached it",
+            "Simulate the others apart.",
+        )
+
+
 def _share(flag: str, text: str) -> float:
     try:
         share = float(text)
@@ -216,6 +244,8 @@ def _share(flag: str, text: str) -> float:
 
 def _notes(projections, facts: dict) -> str:
     lines = [f"change rates: {facts['change_rates']}"]
+    rows = {p.features: p.rows_source for p in projections if p.rows_source is not None}
+    lines += [f"rows of {name}: {source}" for name, source in rows.items()]
     if "recorded_seconds" in facts:
         times = (
             "host times of gloo, which say nothing of a GPU" if facts["clock"] == "host" else "CUDA events"

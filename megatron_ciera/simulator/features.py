@@ -60,26 +60,31 @@ _DELTA_OVERHEAD = 0.05
 
 @dataclass(frozen=True)
 class ChangeRates:
-    """How much of the weights a step changes. `delta_bits`, `block_change_rate`: by class, dense or expert."""
+    """How much of the weights a step changes. `delta_bits`, `block_change_rate`: by class, dense or expert.
+
+    ratio: bytes sent over raw bytes, of whatever codec, if they were measured.
+    """
 
     delta_bits: Mapping[str, float]
     block_change_rate: Mapping[str, float]
     block_size: int = 512
     source: str = ""
+    ratio: float | None = None
 
     def bits(self, codec: str, kind: str) -> float:
         """Bits on the wire for one bf16 value.
 
         exponent-reuse: sign and mantissa, one bitmap bit a block, coded exponents of changed blocks.
         """
+        if self.ratio is not None:
+            return 16 * self.ratio
         if codec == "delta":
             return self.delta_bits[kind]
         return 8 + 1 / self.block_size + self.block_change_rate[kind] * _EXPONENT_ENTROPY
 
     def with_ratio(self, ratio: float) -> "ChangeRates":
-        """With deltas that send `ratio` of the raw bytes, as a run reports it."""
-        bits = dict.fromkeys(self.delta_bits, 16 * ratio)
-        return replace(self, delta_bits=bits, source=f"{ratio:g} of the raw bytes, as given")
+        """With gathers that send `ratio` of the raw bytes, as a run reports it."""
+        return replace(self, ratio=ratio, source=f"{ratio:g} of the raw bytes, as given")
 
 
 def rates_at(learning_rate: float, block_size: int = 512) -> ChangeRates:
@@ -99,12 +104,26 @@ def rates_at(learning_rate: float, block_size: int = 512) -> ChangeRates:
     )
 
 
-def rates_from_stability(report: Mapping, source: str) -> ChangeRates:
-    """From the JSON of scripts/measure_stability.py: experts, and everything else by its attention class."""
-    delta, blocks, size = {}, {}, "512"
+def rates_from_stability(report: Mapping, source: str, block_size: int | None = None) -> ChangeRates:
+    """From the JSON of scripts/measure_stability.py: experts, and everything else by its attention class.
+
+    block_size: one that was measured; None: the largest of them.
+
+    Raises:
+        ConfigurationError: `block_size` was not measured.
+    """
+    sizes = report["total"]["block_change_rate"]
+    size = max(sizes, key=int) if block_size is None else str(block_size)
+    if size not in sizes:
+        raise refuse(
+            "--block-size",
+            size,
+            f"one that {source} measured: {', '.join(sizes)}",
+            "Or measure it: measure_stability.py --block-size.",
+        )
+    delta, blocks = {}, {}
     for kind, name in (("expert", "expert"), ("dense", "attention")):
         measured = report["classes"].get(name, report["total"])
-        size = max(measured["block_change_rate"], key=int)
         delta[kind] = measured["bits_per_value"]["delta"]
         blocks[kind] = measured["block_change_rate"][size]
     return ChangeRates(delta, blocks, int(size), source)
@@ -147,6 +166,17 @@ _PAPER = {
 }
 
 
+def check_shuffle(features: Features, tensor: int, expert: int) -> None:
+    """Raises ConfigurationError if `features` shuffle tokens in a layout where that cannot be."""
+    if features.shuffle and tensor != expert:
+        raise refuse(
+            "--features",
+            f"{features.name} with TP {tensor} and EP {expert}",
+            "the two to be equal for shuffle",
+            "Leave shuffle out.",
+        )
+
+
 def routing(
     num_experts: int, topk: int, ranks: int, features: Features, rows_removed: float | None = None
 ) -> Routing:
@@ -164,10 +194,12 @@ def routing(
     contiguous = expected_rows_per_token(num_experts, topk, ranks)
     if not features.placement:
         return Routing(contiguous, contiguous / ranks, "uniform routing, contiguous experts")
-    assumed = _PAPER[2 if topk <= 2 else 6]
+    nearest = 2 if topk <= 2 else 6
+    assumed = _PAPER[nearest]
+    paper = f"as in the expert-coupling paper for top-{nearest}"
     if rows_removed is None:
         rows = contiguous * (1 - assumed.at(assumed.placement_gain, ranks))
-        source = "rows removed as in the expert-coupling paper"
+        source = f"rows removed {paper}"
     else:
         rows, source = topk * (1 - rows_removed), "rows removed as given"
     rows = max(rows, 1.0)
@@ -176,4 +208,4 @@ def routing(
     # A token's own rank serves `locality` of its assignments. If rows carry equally many, the share of tokens whose
     # own rank is among their destinations is locality × rows, and never more than all of them.
     locality = assumed.at(assumed.locality, ranks)
-    return Routing(rows, min(1.0, locality * rows), source + ", locality as in it")
+    return Routing(rows, min(1.0, locality * rows), f"{source}, locality {paper}")

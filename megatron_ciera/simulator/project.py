@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ciera.cluster import Cluster
-from megatron_ciera.errors import refuse
 from megatron_ciera.simulator import model
 from megatron_ciera.simulator.checks import check
 from megatron_ciera.simulator.engine import Span, simulate
-from megatron_ciera.simulator.features import ChangeRates, Features, routing
+from megatron_ciera.simulator.features import ChangeRates, Features, check_shuffle, routing
 from megatron_ciera.simulator.hardware import Hardware
 from megatron_ciera.simulator.job import Job
 from megatron_ciera.simulator.schedule import Setting, build
@@ -20,7 +19,8 @@ MAX_GPUS = 1024
 @dataclass(frozen=True)
 class Projection:
     """One variant at one size. Times in seconds; `gather_ratio`: bytes of the parameter gather over raw ones;
-    `rows`: rows per token that dispatch sends; `memory`: bytes on a GPU, None for a replayed trace."""
+    `rows`: rows per token that dispatch sends, `rows_source`: where that is from, both None without expert
+    parallelism; `memory`: bytes on a GPU, None for a replayed trace."""
 
     gpus: int
     features: str
@@ -29,6 +29,7 @@ class Projection:
     busy: dict[str, float]
     gather_ratio: float
     rows: float | None
+    rows_source: str | None
     memory: float | None
     spans: Sequence[Span]
 
@@ -70,13 +71,7 @@ def project(
     Raises:
         ConfigurationError: the size or the features do not fit the layout.
     """
-    if features.shuffle and job.tensor != job.expert:
-        raise refuse(
-            "--features",
-            f"{features.name} with TP {job.tensor} and EP {job.expert}",
-            "the two to be equal for shuffle",
-            "Leave shuffle out.",
-        )
+    check_shuffle(features, job.tensor, job.expert)
     job = job.on(gpus)
     cluster = replace(cluster, nodes=-(-gpus // cluster.gpus_per_node), gpus_per_node=job.gpus_per_node)
     rows = routing(job.num_experts, job.topk, job.expert, features, assumed.rows_removed)
@@ -94,6 +89,7 @@ def project(
         busy=busy(spans),
         gather_ratio=sent / raw if raw else 1.0,
         rows=rows.rows if job.expert > 1 else None,
+        rows_source=rows.source if job.expert > 1 else None,
         memory=model.memory(job, features.codec is not None).total,
         spans=spans,
     )

@@ -6,7 +6,7 @@ from megatron_ciera.cluster import Cluster
 from megatron_ciera.errors import refuse
 from megatron_ciera.simulator.checks import check
 from megatron_ciera.simulator.engine import Op, simulate
-from megatron_ciera.simulator.features import ChangeRates, Features, routing
+from megatron_ciera.simulator.features import ChangeRates, Features, check_shuffle, routing
 from megatron_ciera.simulator.gather import plan_gather
 from megatron_ciera.simulator.hardware import Hardware
 from megatron_ciera.simulator.network import Cost, Group, all_to_all, links, ring, strided
@@ -58,6 +58,7 @@ def replay(trace: Trace, target: Target) -> Projection:
         busy=busy(spans, ""),
         gather_ratio=world.sent / world.raw if world.raw else 1.0,
         rows=world.rows,
+        rows_source=world.rows_source,
         memory=None,
         spans=spans,
     )
@@ -73,6 +74,10 @@ def _check(trace: Trace, target: Target) -> None:
                 "a trace without it",
                 "Record the run without our other flags.",
             )
+    settings = trace.header["settings"]
+    check_shuffle(
+        target.features, settings["tensor_model_parallel_size"], settings["expert_model_parallel_size"]
+    )
     world = trace.header["world"]
     if target.gpus % world and world % target.gpus:
         raise refuse(
@@ -91,12 +96,12 @@ class _World:
         self.raw = self.sent = 0.0
         ranks = self.settings["expert_model_parallel_size"]
         experts, topk = self.settings["num_experts"] or 0, self.settings["moe_router_topk"]
-        self.rows, self.row_factor = None, 1.0
+        self.rows, self.rows_source, self.row_factor = None, None, 1.0
         if experts and ranks > 1:
             before = _recorded_features(trace)
             now = target.features if target.features.dedup else before
             old, new = (routing(experts, topk, ranks, each, target.rows_removed) for each in (before, now))
-            self.rows, self.row_factor = new.rows, new.remote / old.remote
+            self.rows, self.rows_source, self.row_factor = new.rows, new.source, new.remote / old.remote
 
     def cost(self, call: Collective):
         """(network cost, planned gather or None) of one collective."""

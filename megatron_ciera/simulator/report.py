@@ -37,6 +37,7 @@ def document(projections: Sequence[Projection], facts: dict) -> dict:
             "busy": p.busy,
             "gather_ratio": p.gather_ratio,
             "rows_per_token": p.rows,
+            "rows_source": p.rows_source,
             "memory_gb": None if p.memory is None else p.memory / 1e9,
         }
         for p in projections

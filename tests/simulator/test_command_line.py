@@ -40,7 +40,10 @@ def test_table_plot_and_timeline(capsys, tmp_path):
         *("--plot", plot, "--timeline", timeline),
     )
     assert code == 0
-    assert "ciera+placement" in out and "Not validated on hardware" in out
+    assert (
+        "rows of ciera+placement: rows removed as in the expert-coupling paper for top-2" in out
+        and "Not validated on hardware" in out
+    )
     assert plot.read_bytes().startswith(b"\x89PNG")
     events = json.loads(timeline.read_text())["traceEvents"]
     assert any(event["name"] == "s0.f0.l0.dispatch" for event in events)
@@ -74,6 +77,10 @@ def test_layers_sequence_and_block_size_change_the_answer(capsys):
         (("--efficiency", "0"), "--efficiency: found 0.0"),
         (("--stability", "nowhere.json"), "--stability: found nowhere.json"),
         (("--trace", "nowhere", "--layers", "2"), "--layers: found --trace beside it"),
+        (
+            ("--gather-ratio", "0.6", "--features", "ciera,exponent-reuse"),
+            "--gather-ratio: found 0.6 for variants with delta and exponent-reuse",
+        ),
     ],
 )
 def test_mistakes_are_named_without_a_traceback(capsys, words, message):

@@ -72,6 +72,16 @@ def test_rates_from_a_stability_report(tmp_path):
     report = json.loads(json.dumps({"total": measured, "classes": {"expert": expert, "attention": measured}}))
     rates = rates_from_stability(report, "here")
     assert rates == ChangeRates({"expert": 2.0, "dense": 3.0}, {"expert": 0.3, "dense": 0.9}, 256, "here")
+    assert rates_from_stability(report, "here", 64).block_change_rate == {"expert": 0.1, "dense": 0.4}
+    with pytest.raises(
+        ConfigurationError, match="--block-size: found 512, needs one that here measured: 64, 256"
+    ):
+        rates_from_stability(report, "here", 512)
+
+
+def test_a_measured_ratio_is_that_of_either_codec():
+    rates = rates_at(1e-4).with_ratio(0.5)
+    assert rates.bits("delta", "dense") == rates.bits("exponent-reuse", "expert") == 8
 
 
 def test_feature_words():

@@ -122,3 +122,9 @@ cluster: {gpu: H200, nodes: 1, gpus_per_node: 4, memory_bandwidth_gb_s: 4800,
         "dedup",
         "placement",
     ]
+
+
+def test_shuffle_needs_the_recorded_layout_to_allow_it(tmp_path):
+    trace = read_trace(write(tmp_path, tensor_model_parallel_size=1, expert_model_parallel_size=2))
+    with pytest.raises(ConfigurationError, match="shuffle with TP 1 and EP 2"):
+        replay(trace, target(parse_features("shuffle")))
