@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from placement.file import Placement
 
 KEY = "ciera_placement"
@@ -76,7 +78,10 @@ def check_loadable(stored: StoredCheckpoint, applies_placement: bool) -> None:
         )
     if stored.placement is None or applies_placement or not stored.optimizer_by_slot:
         return
-    if all(layer.is_contiguous for layer in stored.placement.layers):
+    if all(
+        np.array_equal(layer.physical_to_logical_map, np.arange(stored.placement.num_experts))
+        for layer in stored.placement.layers
+    ):
         return
     raise ValueError(
         f"--load: the checkpoint was saved under a correlated placement with the optimizer format "
