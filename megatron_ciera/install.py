@@ -124,7 +124,7 @@ def _our_option_strings() -> set[str]:
 def _with_validation(original, cluster):
     def validate_args(args, defaults=None):
         defaults = {} if defaults is None else defaults
-        if getattr(args, "yaml_cfg", None) is not None or os.environ.get(DISABLE) == "1":
+        if _disabled() or getattr(args, "yaml_cfg", None) is not None:
             _attach(args, CieraConfig(), disabled=True)
             return original(args, defaults)
         ours = flags.given_flags(args)
@@ -174,12 +174,24 @@ def _features(config: CieraConfig) -> list[Feature]:
     return features
 
 
+def _disabled() -> bool:
+    """Whether the environment switches our flags off. Ends the process on a value that could mean either."""
+    value = os.environ.get(DISABLE, "")
+    if value not in ("", "0", "1"):
+        exit_with(
+            ConfigurationError(
+                f"{DISABLE}: found {value}, needs 1 (our flags off), 0 or nothing (on). Correct it."
+            )
+        )
+    return value == "1"
+
+
 def _attach(args, config: CieraConfig, disabled: bool = False) -> None:
     """Wraps the functions that `pretrain` looks up, if there is a feature to call or a run to observe."""
     features = _features(config)
     folder = observe.folder()
     if not features and folder is None:
-        if disabled and _rank() == 0 and os.environ.get(DISABLE) == "1":
+        if disabled and _rank() == 0 and _disabled():
             print(f"megatron-ciera: {DISABLE}=1: nothing attached", flush=True)
         return
     _announce(config)

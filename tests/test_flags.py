@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_ciera import flags, validation
+from megatron_ciera import flags, install, validation
 from megatron_ciera.errors import ConfigurationError
 
 BASE = (
@@ -107,3 +107,17 @@ def test_expert_tensor_parallelism_is_refused_for_dedup(parse_flags):
     validation.before_megatron(args)
     with pytest.raises(ConfigurationError, match="--expert-tensor-parallel-size: found 2"):
         validation.after_megatron(args)
+
+
+@pytest.mark.parametrize(("value", "disabled"), [("1", True), ("0", False), ("", False)])
+def test_switching_everything_off(monkeypatch, value, disabled):
+    monkeypatch.setenv(install.DISABLE, value)
+    assert install._disabled() is disabled
+
+
+def test_a_switch_that_could_mean_either_ends_the_run(monkeypatch):
+    ended = []
+    monkeypatch.setattr(install, "exit_with", ended.append)
+    monkeypatch.setenv(install.DISABLE, "true")
+    install._disabled()
+    assert "MEGATRON_CIERA_DISABLE: found true, needs 1" in str(*ended)
