@@ -14,6 +14,7 @@ Tokens are taken in the order (step, record, rank).
 
 import json
 import re
+import resource
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -173,6 +174,7 @@ class MegatronTrace:
     def blocks(self):
         """Yields [layers, tokens, topk] int32, one block per step."""
         self.num_lines = self.num_damaged = self.num_dropped = self.num_repeated = 0
+        _allow_open_files(len(self.files))
         streams = {rank: self._steps(rank) for rank in self.files}
         heads = {rank: next(stream, None) for rank, stream in streams.items()}
         while any(head is not None for head in heads.values()):
@@ -325,3 +327,21 @@ def _key_order(key):
 
 def _short(ranks) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _allow_open_files(count: int) -> None:
+    """Every rank's file is open while steps are put together: raises the soft limit of open files if need be.
+
+    Raises:
+        ValueError: the hard limit is lower.
+    """
+    wanted = count + 64
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ValueError(
+            f"a trace of {count} ranks needs {wanted} open files, this system allows {hard}: raise the hard limit "
+            "(`ulimit -Hn`), or give the files of fewer ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

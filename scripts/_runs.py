@@ -22,21 +22,27 @@ LINKS = {
         **{"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
     },
 }
-# Flags of models made here, without Transformer Engine.
-LOCAL = (
+# What Megatron needs without Transformer Engine, and flags of models made here.
+LOCAL_LAYERS = (
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--no-rope-fusion --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope --normalization "
-    "RMSNorm --swiglu --disable-bias-linear --tokenizer-type NullTokenizer --mock-data --num-workers 0 "
-    "--eval-iters 0 --eval-interval 100000 --bf16 --use-distributed-optimizer --lr-decay-style cosine "
-    "--weight-decay 0.1 --clip-grad 1.0 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--log-interval 1"
+    "--no-rope-fusion"
 ).split()
+LOCAL = (
+    LOCAL_LAYERS
+    + (
+        "--attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope --normalization "
+        "RMSNorm --swiglu --disable-bias-linear --tokenizer-type NullTokenizer --mock-data --num-workers 0 "
+        "--eval-iters 0 --eval-interval 100000 --bf16 --use-distributed-optimizer --lr-decay-style cosine "
+        "--weight-decay 0.1 --clip-grad 1.0 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+        "--log-interval 1"
+    ).split()
+)
 
 
 def launch(words: list[str], gpus: int, log: Path, environment: dict, timeout: float | None = None):
     """`words` on `gpus` processes of this host. Returns (exit code or "time limit", what they printed)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    environment = os.environ | {"NCCL_NVLS_ENABLE": "0"} | environment
+    environment = os.environ | {"NCCL_NVLS_ENABLE": "0", "PYTHONPATH": search_path()} | environment
     with open(log, "w") as output:
         process = subprocess.Popen(
             [*command, *words], env=environment, stdout=output, stderr=subprocess.STDOUT
@@ -51,6 +57,11 @@ def launch(words: list[str], gpus: int, log: Path, environment: dict, timeout: f
     return code, log.read_text(errors="replace")
 
 
+def search_path() -> str:
+    """PYTHONPATH with this clone in front."""
+    return os.pathsep.join([str(SCRIPTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def train(folder: Path, gpus: int, flags: list[str], environment: dict, timeout: float) -> dict:
     """One training run, observed in `folder`; its printed text is in `folder.log`.
 
@@ -58,6 +69,7 @@ def train(folder: Path, gpus: int, flags: list[str], environment: dict, timeout:
     iteration's losses and metrics and the peak memory in bytes.
     """
     begin = time.time()
+    observe.clear(folder)
     environment = {"OMP_NUM_THREADS": "4"} | environment | {observe.VARIABLE: str(folder)}
     code, text = launch([TRAIN, *flags], gpus, folder.with_suffix(".log"), environment, timeout)
     found = {

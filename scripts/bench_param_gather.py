@@ -13,9 +13,8 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-from _runs import LINKS
+from _runs import LINKS, search_path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,18 +55,13 @@ def _run(link: str, options) -> dict | None:
     if options.modes:
         command += ["--modes", *options.modes]
     command += ["--weights", *options.weights]
-    environment = os.environ | LINKS[link] | {"PYTHONPATH": _search_path(), "NCCL_NVLS_ENABLE": "0"}
+    environment = os.environ | LINKS[link] | {"PYTHONPATH": search_path(), "NCCL_NVLS_ENABLE": "0"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     for line in process.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
     print(f"{link}: no result\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}", file=sys.stderr)
     return None
-
-
-def _search_path() -> str:
-    root = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _print(link: str, found: dict) -> None:

@@ -9,14 +9,14 @@ dispatch: scripts/bench_dispatch.py on each link, on recorded routing, contiguou
 shuffle:  scripts/bench_shuffle.py on each link, TP = EP = N.
 steps:    iteration times of the models of --configs on each link, stock and with each feature.
 A table comes last. FOLDER/report.json has everything, FOLDER/report.md the table, FOLDER/runs/*.log what was printed.
-Stages that are in report.json are kept when others are run later. Exit code 1 if a parity line fails.
+Stages that are in report.json are kept when others are run later. Exit code 1 if a parity line or a run fails.
 """
 
 import _path  # noqa: F401, I001
 import argparse
 import json
+import math
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from _runs import LINKS, LOCAL, SCRIPTS, launch, train
+from _runs import LINKS, LOCAL, LOCAL_LAYERS, SCRIPTS, launch, train
 from megatron_ciera.cluster import Link
 from megatron_ciera.comparison import compare
 from megatron_ciera.simulator.features import parse_features, rates_at
@@ -36,10 +36,6 @@ from placement.file import DECODER, LayerId, LayerPlacement, Placement
 
 CONFIGS = SCRIPTS.parent / "configs"
 DEFAULT_CONFIGS = ("coupling_top6_tp1_ep8_h200_1n", "coupling_top6_tp8_ep8_h200_1n", "olmoe_1b_7b_h200_1n")
-LAYERS = (
-    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--no-rope-fusion"
-).split()
 # What a link of LINKS carries, GB/s and µs, measured between two H200s; --link-speeds replaces it.
 SPEEDS = {"nvlink": (272.0, 3.0), "shm": (25.0, 20.0), "socket": (7.5, 60.0)}
 CIERA = "--ciera --ciera-warmup-iters 4".split()
@@ -172,6 +168,8 @@ def parity(options, folder: Path) -> list[dict]:
                 difference = compare(places[reference], places[name])
                 line |= difference.as_dict() | {"wanted": wanted}
                 line["passed"] = difference.equal if wanted == "all" else difference.loss_max_abs_diff == 0.0
+                # NaN equals NaN there: two runs that diverged show nothing.
+                line["passed"] &= all(map(math.isfinite, found[name]["losses"].values()))
             lines.append(line)
             print(f"parity  {layout}: {name}: {'passed' if line['passed'] else 'FAILED'}", flush=True)
     return lines
@@ -189,14 +187,17 @@ def random_placement(folder: Path, expert_parallel: int) -> Path:
 
 
 def gather(options, folder: Path) -> dict:
-    words = ["--json", "--gpus", str(options.gpus), "--num-values", str(options.num_values)]
-    words += ["--weights", *map(str, options.weights)]
+    """{link: result}"""
     found = {}
     for link in options.links:
-        command = [sys.executable, str(SCRIPTS / "bench_param_gather.py"), *words, "--links", link]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=options.limit)
-        (folder / f"gather_{link}.log").write_text(process.stderr)
-        found[link] = json.loads(process.stdout)[link] if process.returncode == 0 else failed(process.stderr)
+        words = ["-m", "megatron_ciera.param_gather.bench", "--num-values", str(options.num_values)]
+        words += ["--weights", *map(str, options.weights)]
+        code, printed = launch(words, options.gpus, folder / f"gather_{link}.log", LINKS[link], options.limit)
+        results = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+        found[link] = (
+            json.loads(results[0].removeprefix("RESULT ")) if results else failed(f"exit {code}: {printed}")
+        )
+        print(f"gather {link}: {'done' if results else 'FAILED'}", flush=True)
     return found
 
 
@@ -330,6 +331,13 @@ def main(argv: list[str] | None = None) -> int:
     runs.mkdir(parents=True, exist_ok=True)
     file = options.output / "report.json"
     report = json.loads(file.read_text()) if file.exists() else {}
+    told = {"gpus": options.gpus, "set": options.set, "speeds": options.speeds}
+    told = json.loads(json.dumps(told))
+    if report.setdefault("told", told) != told:
+        raise SystemExit(
+            f"{file}: its predictions are for {report['told']}, found {told}; needs the same --gpus, --set and "
+            "--link-speeds. Name another --output"
+        )
     report.setdefault("predict", {})
     for config, links in predict(options).items():
         known = report["predict"].setdefault(config, {})
@@ -343,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
     text = "\n".join(table(report)) + "\n"
     (options.output / "report.md").write_text(text)
     print(text)
-    return 0 if all(line["passed"] for line in report.get("parity", [])) else 1
+    return 1 if "FAILED" in text else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -392,7 +400,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         except ValueError:
             parser.error(f"--link-speeds: found {each}, needs {link}=GB/S,MICROSECONDS")
         options.speeds[link] = (bandwidth, latency)
-    options.implementation = [] if options.transformer_engine else LAYERS
+    options.implementation = [] if options.transformer_engine else LOCAL_LAYERS
     return options
 
 

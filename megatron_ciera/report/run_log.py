@@ -16,6 +16,7 @@ EQUALITY = {"observed": "in every bit", "tensorboard": "in every bit", "console"
 _LOGS = ("*.log", "*.txt", "*.out")
 _EVENTS = "*events.out.tfevents.*"
 _TIME = "elapsed time per iteration (ms)"
+_OBSERVED = "iterations.jsonl"
 
 
 @dataclass
@@ -70,20 +71,21 @@ def read_run(paths: Sequence[Path], unfinished: bool = False) -> RunLog:
     Raises:
         ConfigurationError: a file is missing, empty, not of such a run, or ends early.
     """
-    run, console, logs = RunLog(), ConsoleLog(), []
+    run, console, logs, found = RunLog(), ConsoleLog(), [], []
     for path in paths:
         if not path.exists():
             raise ConfigurationError(f"{path}: no such file or folder. Give a run's console log")
-        found = _files_of(path) if path.is_dir() else [path]
-        for file in found:
-            run.files.append(file)
-            if file.name == "iterations.jsonl":
-                _read_observed(run, file)
-            elif "events.out.tfevents." in file.name:
-                _read_events(run, file)
-            else:
-                console.read(_text(file))
-                logs.append(file)
+        found += _files_of(path) if path.is_dir() else [path]
+    # Observed numbers last: events hold them as float32.
+    for file in sorted(found, key=lambda file: file.name == _OBSERVED):
+        run.files.append(file)
+        if file.name == _OBSERVED:
+            _read_observed(run, file)
+        elif "events.out.tfevents." in file.name:
+            _read_events(run, file)
+        else:
+            console.read(_text(file))
+            logs.append(file)
     _check_ends(console, logs, unfinished)
     _take_console(run, console)
     if not run.iterations:
@@ -98,7 +100,7 @@ def _files_of(folder: Path) -> list[Path]:
 
     Events that cannot be read for want of tensorboard are left out, if there is anything else.
     """
-    files = sorted(folder.glob("iterations.jsonl"))
+    files = sorted(folder.glob(_OBSERVED))
     for path in sorted(path for pattern in _LOGS for path in folder.glob(pattern)):
         log = ConsoleLog()
         log.read(path.read_text(errors="replace"))

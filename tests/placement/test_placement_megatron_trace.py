@@ -1,6 +1,8 @@
 """Megatron routing traces: order of tokens, pipeline stages, recomputation, MTP, damage."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from placement_traces import coupled_routing, record, write_rank, write_run
 from placement.file import LayerId
 from placement.stage_check import dependence
 from placement.trace import open_trace, read_tokens
+from tests.launching import ROOT
 
 
 def whole(reader):
@@ -38,6 +41,25 @@ def test_rank_files_sort_by_number(tmp_path):
     routing = coupled_routing(layers=1, tokens=12 * 2)
     write_run(tmp_path, routing, steps=1, records=1, ranks=12, tokens=2)
     assert np.array_equal(whole(open_trace([tmp_path])), routing)
+
+
+def test_more_ranks_than_open_files(tmp_path):
+    """The soft limit is raised; a hard limit that is too low is named."""
+    routing = coupled_routing(layers=1, tokens=64 * 2)
+    write_run(tmp_path, routing, steps=1, records=1, ranks=64, tokens=2)
+    read = (
+        "import resource, sys; from placement.trace import open_trace; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, int(sys.argv[2]))); "
+        "print(sum(block.shape[1] for block in open_trace([sys.argv[1]]).blocks()))"
+    )
+    for hard, wanted in (
+        (4096, "128\n"),
+        (100, "a trace of 64 ranks needs 128 open files, this system allows 100"),
+    ):
+        found = subprocess.run(
+            [sys.executable, "-c", read, tmp_path, str(hard)], capture_output=True, text=True, cwd=ROOT
+        )
+        assert wanted in found.stdout + found.stderr
 
 
 def test_recomputed_records_are_dropped(tmp_path):
