@@ -7,6 +7,7 @@ and every tensor of the last checkpoint are compared.
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ TENTH = ITERATIONS // 10
 SCRIPT = ROOT / "tests" / "soak" / "soak_training.py"
 FLAGS = [
     *TINY,
+    *("--seq-length", "128", "--max-position-embeddings", "128", "--global-batch-size", "8"),
     *("--clip-grad", "0", "--expert-model-parallel-size", "2", "--dist-ckpt-optim-fully-reshardable"),
     *("--train-iters", ITERATIONS, "--lr-decay-iters", ITERATIONS, "--save-interval", TENTH),
 ]
@@ -36,7 +38,7 @@ FEATURES = [
         "--placement-fit-tokens",
         2048,
         "--placement-refit-interval",
-        TENTH // 2,
+        TENTH,
     ),
 ]
 
@@ -119,7 +121,11 @@ def test_experts_moved_and_faults_happened(soak):
         for fault in filter(None, [part.faults.split(":")[0]]):
             assert f"soak: {fault} at iteration" in logs[part.name], part.name
     assert "the fit ended with code -9" in logs["first"]
-    assert "experts moved in" in logs["first"] and "experts moved in" in logs["last"]
+    moved = [
+        int(found)
+        for found in re.findall(r"applied after .*experts moved in (\d+) of", "".join(logs.values()))
+    ]
+    assert sum(moved) > 0
     assert "damage" in logs["damaged"]
     # Nothing of a broken part is on record after its last good checkpoint.
     last = observe.read_iterations(soak / "damaged")[-1]["iteration"]

@@ -1,7 +1,7 @@
 """Our training script, in which memory is written down and faults happen where SOAK_FAULTS says.
 
 SOAK_FAULTS: comma-separated kind:iteration.
-    kill    rank 1 kills itself at the first layer that it receives of the experts that move from then on
+    kill    rank 1 kills itself before that iteration
     fit     the process of the next fit is killed
     payload rank 1 finds one flipped bit in the next payload that it decodes
 SOAK_MEMORY: folder for rank<R>.jsonl, [iteration, resident bytes] every ten iterations.
@@ -22,10 +22,9 @@ prepare()
 
 from megatron_ciera import background, install  # noqa: E402
 from megatron_ciera.feature import Feature  # noqa: E402
-from megatron_ciera.moe import migration  # noqa: E402
 from megatron_ciera.param_gather.codec.cpu_codec import CpuCodec  # noqa: E402
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -42,6 +41,8 @@ class Faults(Feature):
 
     def before_step(self, iteration: int) -> None:
         self.iteration = iteration
+        if RANK == 1 and self.take("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
         if iteration % 10 == 0:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
             with open(self.memory, "a") as file:
@@ -57,14 +58,7 @@ class Faults(Feature):
 
 
 faults = Faults()
-write, start, decode = migration._write, background.start, CpuCodec._decode_one
-
-
-def write_or_die(receive, incoming):
-    if RANK == 1 and faults.take("kill"):
-        write(receive, incoming[: len(incoming) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(receive, incoming)
+start, decode = background.start, CpuCodec._decode_one
 
 
 def start_or_kill(module, **arrays):
@@ -81,13 +75,14 @@ def decode_or_damage(self, payload, target, flag):
     decode(self, payload, target, flag)
 
 
-migration._write = write_or_die
 background.start = start_or_kill
 CpuCodec._decode_one = decode_or_damage
 
 features = install._features
 install._features = lambda config: [faults, *features(config)]
 
-import pretrain_gpt  # noqa: E402
+# Guarded: processes that a checkpoint spawns import this file.
+if __name__ == "__main__":
+    import pretrain_gpt
 
-pretrain_gpt.main()
+    pretrain_gpt.main()
