@@ -3,6 +3,7 @@
 MEGATRON_CIERA_TEST_ITERATIONS=500 makes longer runs of the same kind.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
