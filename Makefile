@@ -1,7 +1,7 @@
 # make quickstart   train, fit a placement, resume four ways, compare; writes out/quickstart/
 # make test         everything but `gpu` and `slow` tests
 # make test-full    the full option matrix as well
-# make test-gpu     `gpu` tests, on a machine with GPUs
+# make test-gpu     `gpu` tests, on a machine with GPUs: without Transformer Engine, and with it where it is installed
 # make lint         ruff, as continuous integration runs it
 # make venv         only the environment; PYTHON=/path/to/python3.12 chooses the interpreter
 
@@ -21,7 +21,8 @@ test-full: venv
 	$(BIN)/python -m pytest -q -m "not gpu"
 
 test-gpu:
-	$(PYTHON) -m pytest -q -m gpu
+	PYTHONPATH=$(CURDIR)/tests/without_te:$$PYTHONPATH $(PYTHON) -m pytest -q -m gpu
+	! $(PYTHON) -c "import transformer_engine" 2>/dev/null || $(PYTHON) -m pytest -q -m gpu
 
 lint: venv
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

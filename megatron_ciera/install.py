@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from megatron_ciera import flags, observe, validation, yaml_config
+from megatron_ciera import flags, observe, transformer_engine, validation, yaml_config
 from megatron_ciera.errors import ConfigurationError, exit_with
 from megatron_ciera.feature import Feature, RunInfo
 from megatron_ciera.flags import CieraConfig
@@ -133,6 +133,7 @@ def _with_validation(original, cluster):
             return original(args, defaults)
         try:
             validation.before_megatron(args)
+            transformer_engine.check(args, _has_transformer_engine())
             validated = _megatron_validation(original, args, defaults)
             validation.after_megatron(args)
             _attach(args, flags.config_from_args(args, cluster))
@@ -141,6 +142,12 @@ def _with_validation(original, cluster):
         return validated
 
     return validate_args
+
+
+def _has_transformer_engine() -> bool:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return HAVE_TE
 
 
 def _megatron_validation(original, args, defaults):

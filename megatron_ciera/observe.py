@@ -67,8 +67,11 @@ class Observer:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes, whatever its dtype. Copies it to the host."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    """SHA-256 of a tensor's bytes, whatever its dtype; of a quantized parameter's values. Copies it to the host."""
+    plain = tensor.detach()
+    if type(plain) is not torch.Tensor:  # Transformer Engine's fp8 parameters are tensors of their own kind
+        plain = plain.dequantize()
+    flat = plain.contiguous().cpu().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 

@@ -22,6 +22,16 @@ TINY = (
 ).split()
 
 
+def shared_gpu() -> dict[str, str]:
+    """Variables for `launch` under which the ranks share one GPU, if there is only one."""
+    import torch
+
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if torch.cuda.device_count() < 2:
+        path.insert(0, str(ROOT / "tests" / "shared_gpu"))
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
 @dataclass(frozen=True)
 class Run:
     """One finished run: exit code, everything printed, and the folder of what was observed."""
@@ -87,4 +97,5 @@ def launch(
         timeout=timeout,
         text=True,
     )
+    (folder / "output.log").write_text(process.stdout)
     return Run(process.returncode, process.stdout, folder)

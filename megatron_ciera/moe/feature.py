@@ -20,13 +20,14 @@ from megatron_ciera.moe.fit_process import FitAnswer, FitRequest
 from megatron_ciera.moe.groups import make_expert_group
 from megatron_ciera.moe.layer import attach_counter, attach_dispatcher, attach_placement
 from megatron_ciera.moe.node_groups import NodeGroups, make_node_groups
-from megatron_ciera.moe.optimizer_state import OptimizerState
+from megatron_ciera.moe.optimizer_state import OptimizerState, let_remainders_load
 from megatron_ciera.moe.placements import Maps, PlacementInForce
 from megatron_ciera.moe.plan import tag_dtype
 from megatron_ciera.moe.recorder import RouteRecorder
 from megatron_ciera.moe.refit import MoveCost, Refit, worthwhile
 from megatron_ciera.moe.schedule import FitSchedule
 from megatron_ciera.moe.sites import expert_bytes, find_sites
+from megatron_ciera.transformer_engine import keeps_remainders
 from placement.file import DECODER, MTP, LayerId, Placement
 
 
@@ -63,10 +64,13 @@ class MoEFeature(Feature):
 
     def optimizer_built(self, model_chunks: list, optimizer) -> None:
         """Installs the placement that the checkpoint was saved under, so that state stored by slot fits."""
+        if self.placement is not None and optimizer is not None:
+            let_remainders_load(optimizer)
         try:
             found = stored.read_stored(get_args())
             if found is not None:
-                stored.check_loadable(found, self.config.correlated_placement)
+                remainders = keeps_remainders(get_args())
+                stored.check_loadable(found, self.config.correlated_placement, remainders)
                 if self.placement is not None and found.placement is not None:
                     self._install_stored(found.placement, OptimizerState(optimizer))
         except ValueError as error:

@@ -59,6 +59,30 @@ class OptimizerState:
         return sorted(counts)
 
 
+def let_remainders_load(optimizer: MegatronOptimizer) -> None:
+    """Lets precision-aware FusedAdam take its state back from checkpoints saved by expert.
+
+    In the place of an fp32 master it keeps the low 16 bits (int16) beside the bf16 parameter. Checkpoints by
+    expert hold every state as fp32, which is exact for these whole numbers, but which FusedAdam refuses on load.
+    """
+    for part in OptimizerState(optimizer).optimizers:
+        if getattr(part.optimizer, "store_param_remainders", False):
+            part.optimizer.set_scaled_state = _with_whole_numbers(part.optimizer.set_scaled_state)
+
+
+def _with_whole_numbers(original):
+    def set_scaled_state(param, state_name, unscaled_state):
+        if (
+            state_name == "master_param"
+            and param.dtype == torch.bfloat16
+            and unscaled_state.dtype == torch.float32
+        ):
+            unscaled_state = unscaled_state.to(torch.int16)
+        return original(param, state_name, unscaled_state)
+
+    return set_scaled_state
+
+
 def _piece(start, stop, held, inner, parameter) -> Piece:
     states = {}
     own_storage = held.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()

@@ -6,6 +6,9 @@ from placement.file import Placement
 # A graph that holds the dispatcher would replay the sizes of one iteration for ever.
 _GRAPHED_DISPATCH = ("moe", "moe_preprocess")
 
+# Recipes of --fp8-recipe that take every scale from the tensor at hand.
+_STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+
 
 def check_placement(args) -> None:
     """Rules of --correlated-placement beyond those on checkpoints' formats. Reads the placement file.
@@ -14,9 +17,11 @@ def check_placement(args) -> None:
         ConfigurationError: naming flag, value found, value needed and the way out.
     """
     way_out = "Remove it, or leave out --correlated-placement."
+    _check_fp8(args)
     for flag, found in (
-        ("--fp8-format", args.fp8),
         ("--fp4-format", args.fp4),
+        ("--moe-single-grouped-weight", args.moe_single_grouped_weight),
+        ("--moe-single-grouped-bias", args.moe_single_grouped_bias),
         ("--optimizer-cpu-offload", args.optimizer_cpu_offload),
         ("--use-megatron-fsdp", args.use_megatron_fsdp),
         ("--use-torch-fsdp2", args.use_torch_fsdp2),
@@ -42,6 +47,27 @@ def check_placement(args) -> None:
                 )
     if args.placement_file is not None:
         _check_file(args)
+
+
+def _check_fp8(args) -> None:
+    """fp8 products over bf16 parameters keep nothing from step to step unless their scaling is delayed."""
+    if not args.fp8:
+        return
+    if args.fp8_recipe not in _STATELESS_RECIPES:
+        raise refuse(
+            "--correlated-placement",
+            f"--fp8-format {args.fp8} with --fp8-recipe {args.fp8_recipe} (Megatron's default is delayed)",
+            "a recipe whose experts have no history that would have to move: "
+            + ", ".join(_STATELESS_RECIPES),
+            "Set --fp8-recipe tensorwise, or leave out --correlated-placement.",
+        )
+    if args.fp8_param_gather:
+        raise refuse(
+            "--correlated-placement",
+            "--fp8-param-gather",
+            "bf16 parameters: experts in fp8 are not moved yet",
+            "Remove --fp8-param-gather, or leave out --correlated-placement.",
+        )
 
 
 def check_derived(args) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ciera.transformer_engine import keeps_remainders
 from placement.file import Placement
 
 KEY = "ciera_placement"
@@ -14,11 +15,15 @@ PHYSICAL_FORMATS = ("dp_reshardable", "dp_zero_gather_scatter")
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """What the checkpoint that will be loaded says. `placement` None: saved in contiguous placement."""
+    """What the checkpoint that will be loaded says. `placement` None: saved in contiguous placement.
+
+    remainders: in the place of masters it holds what precision-aware FusedAdam keeps of them, see optimizer_state.
+    """
 
     placement: Placement | None
     optimizer_format: str | None
     loads_optimizer: bool
+    remainders: bool = False
 
     @property
     def optimizer_by_slot(self) -> bool:
@@ -47,6 +52,7 @@ def read_stored(args) -> StoredCheckpoint | None:
             loads_optimizer=not (
                 release or args.finetune or args.no_load_optim or getattr(stored_args, "no_save_optim", False)
             ),
+            remainders=keeps_remainders(stored_args),
         )
     return None
 
@@ -62,13 +68,23 @@ def _optimizer_format(state: dict, stored_args) -> str | None:
     return UNREADABLE_FORMAT if parallel else "dp_zero_gather_scatter"
 
 
-def check_loadable(stored: StoredCheckpoint, applies_placement: bool) -> None:
+def check_loadable(stored: StoredCheckpoint, applies_placement: bool, remainders: bool = False) -> None:
     """Checks the optimizer's format, before anything but the common state was read.
 
+    Args:
+        remainders: whether this run's optimizer keeps remainders in the place of masters.
+
     Raises:
-        ValueError: Megatron could not read the format, or a run without placement would read optimizer state
-            stored under one.
+        ValueError: Megatron could not read the format, a run without placement would read optimizer state
+            stored under one, or masters would be taken for remainders or the other way round.
     """
+    if stored.loads_optimizer and stored.remainders != remainders:
+        kept = ("whole fp32 masters", "their low 16 bits (--use-precision-aware-optimizer)")
+        raise ValueError(
+            f"--load: the checkpoint's optimizer has {kept[stored.remainders]}, this run's {kept[remainders]}. "
+            "Megatron would take one for the other: resume with the optimizer flags that it was saved with, or add "
+            "--no-load-optim to take the weights alone."
+        )
     if stored.loads_optimizer and stored.optimizer_format == UNREADABLE_FORMAT:
         raise ValueError(
             f"--load: the checkpoint has the optimizer format {UNREADABLE_FORMAT}, needs fully_reshardable or "

@@ -4,16 +4,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from names import expert_weights
 
 
 def gathered_experts(layer) -> dict[str, torch.Tensor]:
     """fp32 leaves: {"fc1": [E, 2F, H], "fc2": [E, H, F]} by slot, equal on all ranks of the EP group."""
     group = parallel_state.get_expert_model_parallel_group()
     leaves = {}
-    for name, linear in (("fc1", "linear_fc1"), ("fc2", "linear_fc2")):
-        local = torch.stack(
-            [getattr(expert, linear).weight.detach() for expert in layer.experts.local_experts]
-        )
+    for name, weights in expert_weights(layer).items():
+        local = torch.stack([weight.detach() for weight in weights])
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
         leaves[name] = torch.cat(parts).float().requires_grad_()

@@ -1,9 +1,11 @@
 """One MoE layer of real Megatron on several processes: every case compares our path with stock and with fp32.
 
-torchrun … layer_worker.py OUT: each rank writes OUT/rank<R>.json = {case: result}.
+torchrun … layer_worker.py OUT: each rank writes OUT/rank<R>.json = {case: result}. On GPUs over NCCL; with
+CIERA_TEST_LAYERS=transformer_engine (names.py) experts are one TEGroupedMLP and permutations are fused.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,12 +23,14 @@ from dense import dense_forward, error, gathered_experts  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from names import TRANSFORMER_ENGINE, expert_weights  # noqa: E402
 
 from megatron_ciera.moe.layer import attach_counter, attach_dispatcher, attach_placement  # noqa: E402
 from megatron_ciera.moe.node_groups import make_node_groups  # noqa: E402
 
 TOKENS, HIDDEN, FFN = 48, 64, 32
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+ACTIVATIONS = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 # name -> (topk, experts, changes of the config, how tokens are routed)
 CASES = {
     "top2": (2, 8, {}, "free"),
@@ -64,6 +68,12 @@ CASES = {
         "free",
     ),
 }
+if TRANSFORMER_ENGINE:
+    CASES["recomputed activations"] = (6, 16, ACTIVATIONS, "free")
+
+
+def device() -> torch.device:
+    return torch.device("cpu" if cpu.is_needed() else torch.cuda.current_device())
 
 
 def build(topk, experts, changes, dispatcher="alltoall"):
@@ -80,7 +90,9 @@ def build(topk, experts, changes, dispatcher="alltoall"):
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False,
+        bias_activation_fusion=TRANSFORMER_ENGINE,
+        moe_grouped_gemm=TRANSFORMER_ENGINE,
+        moe_permute_fusion=TRANSFORMER_ENGINE,
         bf16=True,
         params_dtype=torch.bfloat16,
         gradient_accumulation_fusion=False,
@@ -90,10 +102,12 @@ def build(topk, experts, changes, dispatcher="alltoall"):
     )
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-    spec = get_moe_module_spec(use_te=False, num_experts=experts, moe_grouped_gemm=False)
+    spec = get_moe_module_spec(
+        use_te=TRANSFORMER_ENGINE, num_experts=experts, moe_grouped_gemm=TRANSFORMER_ENGINE
+    )
     layer = spec(config=config)
     layer.set_layer_number(1)
-    return layer.train()
+    return layer.to(device()).train()
 
 
 def inputs(layer, routing):
@@ -112,7 +126,7 @@ def inputs(layer, routing):
             favoured = [1] if routing == "hot" else range(layer.num_local_experts)
             layer.router.weight[:, 0] = 0
             layer.router.weight[list(favoured), 0] = 3.0
-    return hidden.bfloat16(), grad
+    return hidden.bfloat16().to(device()), grad.to(device())
 
 
 def step(layer, hidden, grad, recompute=False):
@@ -126,9 +140,8 @@ def step(layer, hidden, grad, recompute=False):
         output, _ = layer(hidden)
     output.backward(grad)
     found = {"output": output.detach(), "hidden": hidden.grad, "router": layer.router.weight.grad}
-    experts = layer.experts.local_experts
-    found["fc1"] = torch.stack([expert.linear_fc1.weight.grad for expert in experts])
-    found["fc2"] = torch.stack([expert.linear_fc2.weight.grad for expert in experts])
+    for name, weights in expert_weights(layer).items():
+        found[name] = torch.stack([weight.grad for weight in weights])
     return found
 
 
@@ -219,7 +232,7 @@ def run_case(topk, experts, changes, routing, placed, nodes=None):
         "recompute": same_bits(found, step(ours, hidden, grad, recompute=True)),
         "counted_three_times": int(counter.table[:, 0].sum()) == 3 * distinct_pairs(ours, selected, map_),
     }
-    if changes is SELECTIVE:
+    if "recompute_modules" in changes:
         without = build(topk, experts, {})
         inputs(without, routing)
         attach_dispatcher(without, nodes)
@@ -249,10 +262,9 @@ def stock_with_placement(dispatcher):
     group = parallel_state.get_expert_model_parallel_group()
     local = plain.num_local_experts
     with torch.no_grad():
-        for place, expert in enumerate(placed.experts.local_experts):
-            logical = int(map_[group.rank() * local + place])
-            expert.linear_fc1.weight.copy_(weights["fc1"][logical])
-            expert.linear_fc2.weight.copy_(weights["fc2"][logical])
+        for name, by_place in expert_weights(placed).items():
+            for place, weight in enumerate(by_place):
+                weight.copy_(weights[name][int(map_[group.rank() * local + place])])
     attach_placement(placed).copy_(map_)
     first, second = step(plain, hidden, grad), step(placed, hidden, grad)
     return [name for name in ("output", "hidden", "router") if name in same_bits(first, second)]
@@ -261,9 +273,11 @@ def stock_with_placement(dispatcher):
 def main(out: Path) -> None:
     # Memory from torch.empty is filled with NaN and large integers.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    dist.init_process_group("gloo")
+    if not cpu.is_needed():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if cpu.is_needed() else "nccl")
     results = {}
-    for expert_parallel in (2, 4):
+    for expert_parallel in (size for size in (2, 4) if size <= dist.get_world_size()):
         parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
         for name, (topk, experts, changes, routing) in CASES.items():
             for placed in (False, True):

@@ -1,7 +1,7 @@
 """Experts moved there and back with their optimizer state, on four processes (EP 2, expert data parallel 2).
 
-On two GPUs: two processes, EP 2. torchrun … migration_worker.py OUT: rank 0 writes OUT/results.json =
-{case: {check: bool or text}}.
+On two GPUs: two processes, EP 2; layers as in layer_worker.py. torchrun … migration_worker.py OUT: rank 0 writes
+OUT/results.json = {case: {check: bool or text}}.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from layer_worker import HIDDEN, build  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from names import TRANSFORMER_ENGINE  # noqa: E402
 
 from megatron_ciera.moe.agreement import agree  # noqa: E402
 from megatron_ciera.moe.groups import make_expert_group  # noqa: E402
@@ -48,6 +49,17 @@ CASES = {
     },
     "bf16, every rank holds all state": {"use_distributed_optimizer": False},
 }
+if TRANSFORMER_ENGINE:
+    CASES["precision-aware optimizer"] = {
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": True,
+        "overlap_grad_reduce": True,
+    }
+PRECISE = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": torch.bfloat16,
+    "exp_avg_sq_dtype": torch.bfloat16,
+}
 
 
 class Stack(torch.nn.Module):
@@ -63,7 +75,7 @@ class Stack(torch.nn.Module):
         return hidden
 
 
-def make(options):
+def make(options, precise):
     torch.manual_seed(1)
     stack = Stack().bfloat16().to(torch.cuda.current_device())
     config = stack.layers[0].config
@@ -77,6 +89,7 @@ def make(options):
             clip_grad=0.0,
             use_distributed_optimizer=options["use_distributed_optimizer"],
             overlap_param_gather=options.get("overlap_param_gather", False),
+            **(PRECISE if precise else {}),
         ),
         [model],
     )
@@ -111,7 +124,7 @@ def state_bits(model, optimizer, maps):
                 piece = state.piece(family.owners[place][0])
                 for name, values in piece.states.items() if piece else ():
                     for offset, value in enumerate(values.tolist(), start=piece.start):
-                        mine[*key, name, offset] = value.hex()
+                        mine[*key, name, offset] = float(value).hex()
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     found = {}
@@ -144,8 +157,8 @@ def everywhere(value: bool) -> bool:
     return all(everyone)
 
 
-def run(options):
-    model, optimizer = make(options)
+def run(name, options):
+    model, optimizer = make(options, "precision-aware" in name)
     sites = find_sites([model])
     mappings = {site.layer_id: attach_placement(site.layer) for site in sites}
     ids = [site.layer_id for site in sites]
@@ -220,7 +233,7 @@ def main(out: Path) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if cpu.is_needed() else "nccl")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-    results = {name: run(options) for name, options in CASES.items()}
+    results = {name: run(name, options) for name, options in CASES.items()}
     alike = {"recorder": gathered(broken_recorder()), "file": gathered(another_file())}
     if dist.get_rank() == 0:
         (out / "results.json").write_text(json.dumps(results))

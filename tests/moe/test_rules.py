@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ciera import validation
+from megatron_ciera import transformer_engine, validation
 from megatron_ciera.errors import ConfigurationError
 from megatron_ciera.moe import rules
 from placement.file import DECODER, MTP, LayerId, LayerPlacement, Placement
@@ -40,8 +40,13 @@ def check(parse_flags, words):
     [
         (
             "--correlated-placement --bf16 --fp8-format hybrid",
-            "--correlated-placement: found --fp8-format hybrid",
+            "found --fp8-format hybrid with --fp8-recipe delayed .* Set --fp8-recipe tensorwise",
         ),
+        (
+            "--correlated-placement --bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+            "--correlated-placement: found --fp8-param-gather, needs bf16 parameters",
+        ),
+        ("--correlated-placement --moe-single-grouped-weight", "found --moe-single-grouped-weight"),
         ("--correlated-placement --optimizer-cpu-offload", "found --optimizer-cpu-offload"),
         ("--correlated-placement --optimizer muon", "found --optimizer muon, needs adam or sgd"),
         (
@@ -55,6 +60,31 @@ def check(parse_flags, words):
 def test_refused(parse_flags, words, reason):
     with pytest.raises(ConfigurationError, match=reason):
         check(parse_flags, words)
+
+
+def test_fp8_products_over_bf16_parameters_are_fine(parse_flags):
+    check(parse_flags, "--correlated-placement --bf16 --fp8-format hybrid --fp8-recipe tensorwise")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("", "--transformer-impl transformer_engine .* or set --transformer-impl local"),
+        (
+            "--transformer-impl local --moe-permute-fusion",
+            "--moe-permute-fusion: found no Transformer Engine",
+        ),
+        (
+            "--transformer-impl local --use-precision-aware-optimizer",
+            "--use-precision-aware-optimizer: found no",
+        ),
+    ],
+)
+def test_transformer_engine_is_missed_by_name(parse_flags, words, reason):
+    args = parse_flags(BASE + "--dedup-dispatch " + words)
+    with pytest.raises(ConfigurationError, match=reason):
+        transformer_engine.check(args, is_there=False)
+    transformer_engine.check(args, is_there=True)
 
 
 def test_sharded_expert_weights_are_refused(parse_flags):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_ciera.moe.stored import StoredCheckpoint, _optimizer_format, check_loadable
+from megatron_ciera.transformer_engine import keeps_remainders
 from placement.file import DECODER, LayerId, LayerPlacement, Placement
 
 
@@ -46,6 +47,30 @@ def test_state_by_slot_under_a_placement_needs_the_placement(stored_format):
 )
 def test_these_load_without_a_placement(stored):
     check_loadable(stored, applies_placement=False)
+
+
+@pytest.mark.parametrize("stored_remainders", [True, False])
+def test_masters_are_not_taken_for_remainders(stored_remainders):
+    stored = StoredCheckpoint(None, "fully_reshardable", True, stored_remainders)
+    check_loadable(stored, True, remainders=stored_remainders)
+    check_loadable(StoredCheckpoint(None, None, False, stored_remainders), True, not stored_remainders)
+    with pytest.raises(ValueError, match="resume with the optimizer flags that it was saved with"):
+        check_loadable(stored, True, remainders=not stored_remainders)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"fp8_recipe": "tensorwise"}, False),
+        ({"main_params_dtype": "torch.float16"}, False),
+        ({"bf16": False}, False),
+        ({"use_precision_aware_optimizer": False}, False),
+    ],
+)
+def test_who_keeps_remainders(changes, expected):
+    precise = {"use_precision_aware_optimizer": True, "bf16": True, "main_params_dtype": "fp32"}
+    assert keeps_remainders(SimpleNamespace(**{**precise, "fp8_recipe": "delayed", **changes})) is expected
 
 
 @pytest.mark.parametrize(

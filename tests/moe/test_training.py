@@ -4,49 +4,25 @@ With top-2 every sum of the dispatch has two terms, so that even the deduplicati
 stock. `--clip-grad 0`: a gradient norm sums experts in slot order, and clipping spreads its last bit.
 """
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from placement.file import DECODER, LayerId, LayerPlacement, Placement
 from tests.launching import ROOT, TINY, launch
+from tests.moe.placed_runs import (
+    BY_EXPERT,
+    by_expert,
+    checkpoint,
+    placed,
+    resume,
+    same_checkpoint,
+    write_placement,
+)
 
 PLAIN = (str(ROOT / "tests" / "plain_megatron.py"),)
 FLAGS = [*TINY, "--clip-grad", "0", "--train-iters", "3"]
-BY_EXPERT = "--dist-ckpt-optim-fully-reshardable"
-EXPERTS = 8
-
-
-def write_placement(path: Path, expert_parallel: int, seed: int) -> dict[int, list[int]]:
-    rng = np.random.default_rng(seed)
-    maps = {layer: rng.permutation(EXPERTS) for layer in range(2)}
-    layers = tuple(LayerPlacement(LayerId(DECODER, layer), map_) for layer, map_ in maps.items())
-    fit = {"tokens": 64, "source": "test", "iteration": 1}
-    Placement(EXPERTS, 2, expert_parallel, expert_parallel, layers, fit).save(path)
-    return {layer: map_.tolist() for layer, map_ in maps.items()}
-
-
-def by_expert(run, expert_parallel: int, maps=None) -> dict[tuple, set[str]]:
-    """Digests of all parameters of a run, experts under their logical number."""
-    digests = {}
-    for file, parameters in run.parameters.items():
-        rank = int(re.search(r"rank(\d+)", file)[1])
-        for name, digest in parameters.items():
-            found = re.search(r"layers\.(\d+)\..*local_experts\.(\d+)\.(.*)", name)
-            key = (name,)
-            if found:
-                layer, place = int(found[1]), int(found[2])
-                slot = rank % expert_parallel * (EXPERTS // expert_parallel) + place
-                key = (layer, maps[layer][slot] if maps else slot, found[3])
-            digests.setdefault(key, set()).add(digest)
-    return digests
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +46,6 @@ def train(folder):
     return run
 
 
-def placed(folder, name):
-    return "--correlated-placement", "--placement-file", folder / f"{name}.json"
-
-
-def resume(folder, iteration):
-    return "--load", folder, "--ckpt-step", iteration
-
-
 @pytest.fixture(scope="module")
 def stock(folder, train):
     """Contiguous, and saved as plain Megatron saves: the optimizer by slot."""
@@ -89,25 +57,6 @@ def run_a(folder, train, maps, stock):
     """Iterations 2 and 3 under placement A with the deduplicating dispatcher, both saved."""
     words = [*resume(folder / "plain", 1), "--save", folder / "under_a", "--save-interval", 1]
     return train("run_a", *placed(folder, "a"), *words)
-
-
-def checkpoint(path: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
-    reader = FileSystemReader(path / f"iter_{iteration:07d}")
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-def same_checkpoint(first: dict, second: dict) -> None:
-    """Weights, masters and moments equal bit for bit."""
-    assert len([name for name in first if "exp_avg" in name and "experts" in name]) >= 4
-    for name in first:
-        assert torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)), name
 
 
 def test_a_placed_run_has_the_bits_of_the_contiguous_one(stock, run_a, maps):

@@ -15,7 +15,7 @@ from megatron_ciera.param_gather.codec.nvcomp_library import find_library, packa
 from megatron_ciera.record.clock import on_gpu
 from megatron_ciera.simulator.replay import replay_as_recorded
 from megatron_ciera.simulator.trace import read_trace
-from tests.launching import ROOT, TINY, launch
+from tests.launching import TINY, launch, shared_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_gpu(), reason="needs a GPU")]
 
@@ -52,9 +52,6 @@ def nvcomp_is_there() -> bool:
 def runs(tmp_path_factory):
     """All runs, side by side."""
     folder = tmp_path_factory.mktemp("runs")
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    if torch.cuda.device_count() < 2:
-        path.insert(0, str(ROOT / "tests" / "shared_gpu"))
 
     def start(name):
         flags, connections, _ = RUNS[name]
@@ -63,7 +60,7 @@ def runs(tmp_path_factory):
             2,
             [*TINY, *LOCAL, *flags],
             timeout=220 + ITERATIONS,
-            PYTHONPATH=os.pathsep.join(path),
+            **shared_gpu(),
             CUDA_DEVICE_MAX_CONNECTIONS=str(connections),
         )
 

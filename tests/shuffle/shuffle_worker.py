@@ -1,27 +1,41 @@
 """A real GPT model with MoE layers, trained plain, and from equal states shuffled: losses and all gradients compared.
 
 torchrun … shuffle_worker.py OUT CASE…: each rank writes OUT/rank<R>.json = {case: result}. On four processes
-TP = EP = 2 has two data-parallel replicas.
+TP = EP = 2 has two data-parallel replicas. On GPUs over NCCL; with CIERA_TEST_LAYERS=transformer_engine the bf16
+models have Transformer Engine's layers, and the fp32 one stays local (its fp32 products are rounded to tf32).
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[2]),
+    str(Path(__file__).resolve().parent),
+    str(Path(__file__).resolve().parents[1] / "moe"),
+]
 
 from megatron_ciera import compat, cpu  # noqa: E402
 
-cpu.install()
+if cpu.is_needed():
+    cpu.install()
 compat.install()
-cpu.install_megatron_patches()
+if cpu.is_needed():
+    cpu.install_megatron_patches()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from names import TRANSFORMER_ENGINE, as_local, parameters_as_local  # noqa: E402
 from shuffle_files import random_tables  # noqa: E402
 
 from megatron_ciera.shuffle.chunk import ChunkShuffle  # noqa: E402
@@ -62,7 +76,12 @@ for _ranks in (2, 4):
         CASES[f"TP {_ranks}, micro-batch {_columns}, trained"] = (_ranks, _columns, {}, "exchange")
 
 
+def device() -> torch.device:
+    return torch.device("cpu" if cpu.is_needed() else torch.cuda.current_device())
+
+
 def build(ranks: int, changes: dict, dtype: torch.dtype) -> GPTModel:
+    fused = TRANSFORMER_ENGINE and dtype == torch.bfloat16
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=WIDTH,
@@ -79,7 +98,10 @@ def build(ranks: int, changes: dict, dtype: torch.dtype) -> GPTModel:
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused,
+        moe_grouped_gemm=fused,
+        moe_permute_fusion=fused,
+        attention_backend=AttnBackend.unfused,
         masked_softmax_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -96,25 +118,27 @@ def build(ranks: int, changes: dict, dtype: torch.dtype) -> GPTModel:
     )
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-    spec = get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False, normalization="RMSNorm")
     if "moe_layer_freq" in changes:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm")
+    elif fused:
+        spec = get_gpt_layer_with_transformer_engine_spec(EXPERTS, moe_grouped_gemm=True)
+    else:
+        spec = get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False, normalization="RMSNorm")
     model = GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
-    return model.to(dtype).train()
+    return model.to(device(), dtype).train()
 
 
 def shuffle(model: GPTModel, residual: str) -> tuple[ChunkShuffle, list[LayerHooks]]:
     """Random tables: which prediction is made does not matter to what is computed."""
     group = parallel_state.get_tensor_model_parallel_group()
     is_moe = [layer.is_moe_layer for layer in model.decoder.layers]
-    chunk = ChunkShuffle(is_moe, group, TOPK, "cpu")
+    chunk = ChunkShuffle(is_moe, group, TOPK, device())
     hooks = [LayerHooks(layer, chunk, index, residual) for index, layer in enumerate(model.decoder.layers)]
     tables = {
-        index: ScoreTables.of(random_tables(EXPERTS, group.size(), index), "cpu") for index in range(LAYERS)
+        index: ScoreTables.of(random_tables(EXPERTS, group.size(), index), device())
+        for index in range(LAYERS)
     }
-    expert_to_rank = torch.arange(EXPERTS) // (EXPERTS // group.size())
+    expert_to_rank = torch.arange(EXPERTS, device=device()) // (EXPERTS // group.size())
     chunk.install(tables, dict.fromkeys(range(LAYERS), expert_to_rank))
     return chunk, hooks
 
@@ -145,7 +169,8 @@ def batch(step: int, micro_batch: int):
     tokens = steps.cumsum(1) % VOCABULARY
     positions = torch.arange(SEQUENCE).repeat(micro_batch, 1)
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
-    return tokens[:, :-1], positions, mask, tokens[:, 1:].contiguous()
+    parts = tokens[:, :-1], positions, mask, tokens[:, 1:].contiguous()
+    return tuple(part.to(device()) for part in parts)
 
 
 def gradients(model: GPTModel, data) -> dict[str, torch.Tensor]:
@@ -162,7 +187,7 @@ def gradients(model: GPTModel, data) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-        found[name] = parameter.grad
+        found[as_local(name)] = parameter.grad
     for name, entry in get_moe_metrics_tracker().metrics.items():
         values = entry.values.clone()
         dist.all_reduce(values, group=parallel_state.get_tensor_model_parallel_group())
@@ -186,9 +211,11 @@ def train(model: GPTModel, data) -> None:
 
 def compare(models: dict[str, GPTModel], seen: dict[str, dict], data) -> dict:
     """flipped: tokens that ours routed otherwise than plain did, for which no bound on rounding holds."""
-    state = models["plain"].state_dict()
-    for name in ("ours", "exact"):
-        models[name].load_state_dict(state)
+    state = parameters_as_local(models["plain"])
+    with torch.no_grad():
+        for name in ("ours", "exact"):
+            for key, parameter in parameters_as_local(models[name]).items():
+                parameter.copy_(state[key])
     found = {name: gradients(model, data) for name, model in models.items()}
     flipped = sum(int((seen["ours"][layer] != of).any(1).sum()) for layer, of in seen["plain"].items())
     again = gradients(models["ours"], data)
@@ -226,7 +253,9 @@ def run_case(name: str) -> dict:
 
 
 def main(out: Path, names: list[str]) -> None:
-    dist.init_process_group("gloo")
+    if not cpu.is_needed():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if cpu.is_needed() else "nccl")
     # Memory that nothing has written is NaN: a row that was planned but never arrived shows.
     torch.use_deterministic_algorithms(True)
     results = {}
