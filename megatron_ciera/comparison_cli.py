@@ -20,7 +20,7 @@ from megatron_ciera.comparison import compare, observe_run
 def main(argv: list[str] | None = None) -> int:
     """The command line of scripts/loss_compare.py; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="loss_compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--with", dest="flags", required=True, help="flags to add, in one string")
     parser.add_argument("--without", default="", help="flags for the other run instead, in one string")

@@ -15,7 +15,7 @@ from megatron_ciera.param_gather.layout import parameter_class
 
 def parse(argv):
     parser = argparse.ArgumentParser(
-        prog="measure_stability.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("before", metavar="BEFORE")
     parser.add_argument("after", metavar="AFTER")
