@@ -9,6 +9,7 @@ active    every MoE layer gets the deduplicating dispatcher and a placement in r
           saved under it, every distributed optimizer gathers its parameters compressed
 """
 
+import functools
 import json
 import os
 import re
@@ -19,14 +20,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from selection import NOT_WHEN_ACTIVE
 
 from megatron_ciera import cpu
 
 MODE = os.environ["CIERA_UPSTREAM_MODE"]
 RESULTS = Path(os.environ["CIERA_UPSTREAM_RESULTS"])
-RANK = int(os.environ.get("RANK", "0"))
+RANK = int(os.environ["RANK"])
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 # A rank that fails leaves the others in a collective: they must get out of it.
-TIMEOUT = timedelta(seconds=90)
+TIMEOUT = timedelta(seconds=60)
 # Marks that ask for a GPU where the CPU layer will do; those for kernels of GPUs stay.
 _ANY_GPU = re.compile(
     r"^(CUDA not available|CUDA is not available|Requires CUDA|CUDA required)", re.IGNORECASE
@@ -38,6 +41,8 @@ cpu.install()
 def _gloo_for_nccl(init):
     def init_process_group(backend=None, *args, **kwargs):
         kwargs["timeout"] = TIMEOUT
+        if "store" in kwargs:  # addresses of an earlier world are in it
+            kwargs["store"] = dist.PrefixStore(f"before_test_{_finished}", kwargs["store"])
         return init("gloo" if backend in (None, "nccl") else backend, *args, **kwargs)
 
     return init_process_group
@@ -126,13 +131,25 @@ def pytest_configure(config):
     config.option.basetemp = str(RESULTS / f"tmp_rank{RANK}")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    left_out = [item for item in items if MODE == "active" and _reason_to_leave_out(item.nodeid)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for node in {node for item in items for node in item.listchain()}:
         node.own_markers = [mark for mark in node.own_markers if not _asks_for_any_gpu(mark)]
 
 
+def _reason_to_leave_out(nodeid: str) -> str | None:
+    return next((reason for name, reason in NOT_WHEN_ACTIVE.items() if name in nodeid), None)
+
+
 def _asks_for_any_gpu(mark) -> bool:
     return mark.name == "skipif" and bool(_ANY_GPU.match(mark.kwargs.get("reason", "")))
+
+
+_finished = 0
+_failed = False
 
 
 def pytest_runtest_teardown(item, nextitem):
@@ -142,6 +159,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 def pytest_runtest_logreport(report):
     """One line a phase that decides: failed or skipped in any, else the call's."""
+    global _failed
     if report.when != "call" and report.passed:
         return
     reason = ""
@@ -150,6 +168,8 @@ def pytest_runtest_logreport(report):
     elif report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = crash.message if crash else str(report.longrepr)
+        _failed = True
+        _end_world()
     _write(
         {
             "test": report.nodeid,
@@ -158,6 +178,32 @@ def pytest_runtest_logreport(report):
             "s": round(report.duration, 2),
         }
     )
+
+
+def pytest_runtest_logfinish():
+    """Ranks start the next test together, and in a new world if one of them left the old one in the middle."""
+    global _finished, _failed
+    store = _agreement()
+    store.set(f"{_finished}/{RANK}", "failed" if _failed else "well")
+    keys = [f"{_finished}/{rank}" for rank in range(WORLD_SIZE)]
+    store.wait(keys, 2 * TIMEOUT)
+    any_failed = b"failed" in [store.get(key) for key in keys]
+    _finished, _failed = _finished + 1, False
+    if any_failed:
+        _end_world()
+
+
+@functools.cache
+def _agreement():
+    """A store beside the one that tests use: torchrun's own, whose server outlives every world."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore("ciera_upstream", store)
+
+
+def _end_world() -> None:
+    """Closes this rank's connections, so that ranks that wait for it get an error at once."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def pytest_collectreport(report):
