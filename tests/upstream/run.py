@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from selection import GROUPS, PROCESSES
+from selection import GROUPS, LEFT_OUT, PROCESSES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             found[mode] = outcomes(folder)
             say_summary(group, mode, found[mode], attached(folder))
         differences += say_differences(found)
+    (args.output / "table.md").write_text(table(args.output))
     return 1 if differences else 0
 
 
@@ -90,7 +91,7 @@ def outcomes(folder: Path) -> dict[str, tuple[str, str]]:
     """(outcome, reason) of each test: failed if it failed on any rank, else passed if it passed on any."""
     by_test: dict[str, dict[str, str]] = {}
     for line in _lines(folder):
-        if "test" in line:
+        if "test" in line and not any(name in line["test"] for name in LEFT_OUT):
             by_test.setdefault(line["test"], {}).setdefault(line["outcome"], line["reason"])
     order = ("failed", "passed", "skipped")
     worst = {test: next(kind for kind in order if kind in kinds) for test, kinds in by_test.items()}
@@ -135,6 +136,21 @@ def say_differences(found: dict[str, dict]) -> int:
                 number += 1
                 print(f"DIFFERENT {test}: {before[0]} {first}, {after[0]} {mode}: {after[1]}")
     return number
+
+
+def table(output: Path) -> str:
+    """Markdown: passed / failed / skipped of each file in each mode whose results are in the folder."""
+    lines = ["| file | " + " | ".join(MODES) + " |", "| --- | " + "--- | " * len(MODES)]
+    for group, names in GROUPS.items():
+        found = {mode: outcomes(output / group / mode) for mode in MODES}
+        for name in names:
+            cells = []
+            for mode in MODES:
+                tests = [kind for test, (kind, _) in found[mode].items() if f"/{name}::" in test]
+                kinds = [str(tests.count(kind)) for kind in ("passed", "failed", "skipped")]
+                cells.append(" / ".join(kinds) if tests else "not run")
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

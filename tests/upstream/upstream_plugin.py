@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from selection import NOT_WHEN_ACTIVE
+from selection import LEFT_OUT, NOT_WHEN_ACTIVE
 
 from megatron_ciera import cpu
 
@@ -131,17 +131,11 @@ def pytest_configure(config):
     config.option.basetemp = str(RESULTS / f"tmp_rank{RANK}")
 
 
-def pytest_collection_modifyitems(config, items):
-    left_out = [item for item in items if MODE == "active" and _reason_to_leave_out(item.nodeid)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+def pytest_collection_modifyitems(items):
+    left_out = LEFT_OUT | (NOT_WHEN_ACTIVE if MODE == "active" else {})
+    items[:] = [item for item in items if not any(name in item.nodeid for name in left_out)]
     for node in {node for item in items for node in item.listchain()}:
         node.own_markers = [mark for mark in node.own_markers if not _asks_for_any_gpu(mark)]
-
-
-def _reason_to_leave_out(nodeid: str) -> str | None:
-    return next((reason for name, reason in NOT_WHEN_ACTIVE.items() if name in nodeid), None)
 
 
 def _asks_for_any_gpu(mark) -> bool:
