@@ -59,7 +59,7 @@ def run_group(checkout: Path, group: str, mode: str, folder: Path, timeout: int)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES[group])),
         *("-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-c", os.devnull, "-q"),
         *("--rootdir", str(checkout), *(f"{UNIT_TESTS}/{name}" for name in GROUPS[group])),
     ]
@@ -69,7 +69,8 @@ def run_group(checkout: Path, group: str, mode: str, folder: Path, timeout: int)
         "CIERA_UPSTREAM_RESULTS": str(folder),
         "MEGATRON_CIERA_DEVICE": "cpu",
         "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), str(checkout)]),
-        "PYTHONDONTWRITEBYTECODE": "1",
+        # A checkout may have no bytecode, which every rank would then make again in each run.
+        "PYTHONPYCACHEPREFIX": str(folder.parents[1] / "bytecode"),
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }

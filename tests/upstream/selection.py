@@ -1,6 +1,6 @@
 """Which of Megatron-LM's unit tests are run, by group, and which are not, and why. Paths below tests/unit_tests."""
 
-PROCESSES = 8
+PROCESSES = {"moe": 8, "optimizer": 4, "checkpoint": 8}
 
 _MOE = "transformer/moe"
 _CKPT = "dist_checkpointing"
