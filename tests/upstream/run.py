@@ -58,9 +58,10 @@ def run_group(checkout: Path, group: str, mode: str, folder: Path, timeout: int)
     """One torchrun of pytest over the group's files; each rank writes its outcomes to `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES[group])]
+    pytest = ["pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-c", os.devnull, "-q"]
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES[group])),
-        *("-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-c", os.devnull, "-q"),
+        *(sys.executable, "-m", *launcher, "-m", *pytest, "--continue-on-collection-errors"),
         *("--rootdir", str(checkout), *(f"{UNIT_TESTS}/{name}" for name in GROUPS[group])),
     ]
     variables = {

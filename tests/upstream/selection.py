@@ -31,7 +31,6 @@ GROUPS = {
         "optimizer/test_clip_grads.py",
         "optimizer/test_optimizer_config.py",
         "optimizer/test_param_group_identifier_keys.py",
-        "test_optimizer.py",
         "test_local_multi_tensor_fns.py",
         "test_wrap_model_chunks_with_ddp.py",
     ),
