@@ -2,6 +2,8 @@
 # make test         everything but `gpu` and `slow` tests
 # make test-full    the full option matrix as well
 # make test-gpu     `gpu` tests, on a machine with GPUs: without Transformer Engine, and with it where it is installed
+# make test-upstream MEGATRON_LM_PATH=…   Megatron-LM's own unit tests under our CPU layer (docs/upstream_tests.md)
+# make test-versions   the core tests under other releases of Megatron-Core; VERSIONS="0.19.0 …"
 # make lint         ruff, as continuous integration runs it
 # make venv         only the environment; PYTHON=/path/to/python3.12 chooses the interpreter
 
@@ -9,7 +11,11 @@ VENV ?= .venv
 PYTHON ?= $(shell sh scripts/find_python.sh)
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-full test-gpu lint venv clean
+VERSIONS ?= 0.19.0 0.19.2
+CORE_TESTS := tests/test_launch.py tests/cpu tests/compat tests/moe/test_layer.py tests/moe/test_training.py \
+	tests/param_gather/test_gather_training.py
+
+.PHONY: quickstart test test-full test-gpu test-upstream test-versions lint venv clean
 
 quickstart: venv
 	$(BIN)/python scripts/quickstart.py
@@ -23,6 +29,16 @@ test-full: venv
 test-gpu:
 	PYTHONPATH=$(CURDIR)/tests/without_te:$$PYTHONPATH $(PYTHON) -m pytest -q -m gpu
 	! $(PYTHON) -c "import transformer_engine" 2>/dev/null || $(PYTHON) -m pytest -q -m gpu
+
+test-upstream: venv
+	$(BIN)/python tests/upstream/run.py
+
+# A release of its own before the installed one; everything else stays as it is.
+test-versions: venv
+	set -e; for version in $(VERSIONS); do \
+		$(BIN)/python -m pip install -q --no-deps --upgrade --target out/megatron-core-$$version megatron-core==$$version; \
+		PYTHONPATH=$(CURDIR)/out/megatron-core-$$version $(BIN)/python -m pytest -q -m "not gpu and not slow" $(CORE_TESTS); \
+	done
 
 lint: venv
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

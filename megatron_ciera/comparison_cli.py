@@ -3,8 +3,8 @@
     scripts/loss_compare.py --with "--ciera" [--iterations N] -- torchrun … scripts/pretrain_gpt.py <Megatron flags>
 
 Compares every logged loss, every gradient norm (exact values, so give --log-interval 1) and the bits of every
-parameter on every rank at the end. Exit code 0: equal. 1: different. 2: a run failed. On GPUs give
---deterministic-mode; --stock-twice shows first that two runs without the flags are equal at all.
+parameter on every rank at the end. Exit code 0: equal. 1: different. 2: a run failed, or logged nothing to compare.
+On GPUs give --deterministic-mode; --stock-twice shows first that two runs without the flags are equal at all.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from megatron_ciera.comparison import compare, observe_run
 def main(argv: list[str] | None = None) -> int:
     """The command line of scripts/loss_compare.py; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="loss_compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--with", dest="flags", required=True, help="flags to add, in one string")
     parser.add_argument("--without", default="", help="flags for the other run instead, in one string")
@@ -50,9 +50,13 @@ def _compare(options, command: list[str], folder: Path) -> int:
             log = (folder / f"{name}.log").read_text(errors="replace")
             print(f"{log[-4000:]}\nthe run '{name}' ended with exit code {code}", file=sys.stderr)
             return 2
-    results = {"comparison": compare(folder / "without", folder / "with").as_dict()}
-    if options.stock_twice:
-        results["stock_twice"] = compare(folder / "again", folder / "without").as_dict()
+    try:
+        results = {"comparison": compare(folder / "without", folder / "with").as_dict()}
+        if options.stock_twice:
+            results["stock_twice"] = compare(folder / "again", folder / "without").as_dict()
+    except (ValueError, OSError) as error:
+        print(f"error: the runs cannot be compared: {error}. Give --log-interval 1", file=sys.stderr)
+        return 2
     report = {"with": options.flags, "command": command, **results}
     if options.json:
         print(json.dumps(report))

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -122,16 +123,21 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def run(name: str, main, argv) -> int:
+def run(main, argv) -> int:
     """Runs main(argv); a ValueError or OSError becomes one line on standard error and exit status 2."""
     try:
         return main(argv)
     except (ValueError, OSError) as error:
-        say(f"{name}: error: {error}")
+        say(f"{_program()}: error: {error}")
         return 2
     except KeyboardInterrupt:
-        say(f"{name}: stopped")
+        say(f"{_program()}: stopped")
         return 130
+
+
+def _program() -> str:
+    """What was typed: the script in a clone, the command of an installed package."""
+    return Path(sys.argv[0]).name
 
 
 def percent(share: float | None) -> str:

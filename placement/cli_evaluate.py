@@ -12,12 +12,10 @@ from placement.load_file import read_loads
 from placement.table_file import load_tables
 from placement.trace import iterate_tokens
 
-NAME = "evaluate_placement.py"
-
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=NAME, description="Counts rows sent and rank load of a placement on a routing trace."
+        description="Counts rows sent and rank load of a placement on a routing trace."
     )
     parser.add_argument("placement", metavar="PLACEMENT", help="file written by fit_placement.py")
     cli_common.add_trace_arguments(parser)
@@ -30,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv=None) -> int:
     """Runs the command line; returns the exit status."""
-    return cli_common.run(NAME, _main, argv)
+    return cli_common.run(_main, argv)
 
 
 def _main(argv) -> int:

@@ -17,8 +17,6 @@ from placement.table_file import save_tables
 from placement.trace import read_tokens
 from placement.writers import FORMATS, write_placement
 
-NAME = "fit_placement.py"
-
 
 def _tolerance(text: str) -> float:
     value = float(text)
@@ -29,7 +27,7 @@ def _tolerance(text: str) -> float:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=NAME, description="Fits a correlated expert placement from the experts that tokens select."
+        description="Fits a correlated expert placement from the experts that tokens select."
     )
     cli_common.add_trace_arguments(parser)
     parser.add_argument("--expert-parallel-size", type=positive_int, required=True, metavar="EP")
@@ -72,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv=None) -> int:
     """Runs the command line; returns the exit status."""
-    return cli_common.run(NAME, _main, argv)
+    return cli_common.run(_main, argv)
 
 
 def _main(argv) -> int:

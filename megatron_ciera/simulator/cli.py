@@ -27,7 +27,6 @@ from megatron_ciera.yaml_config import load_config
 def parser() -> argparse.ArgumentParser:
     """All options; see docs/simulator.md."""
     made = argparse.ArgumentParser(
-        prog="simulate.py",
         description="Projects step times of a config, or of a recorded trace, on a cluster.",
     )
     option = made.add_argument
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(given)
     except ConfigurationError as error:
-        print(f"simulate.py: error: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         return 2
     return 0
 

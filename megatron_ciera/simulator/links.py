@@ -84,7 +84,6 @@ def measure_all(num_bytes: int, repeats: int) -> dict[str, dict[str, float]]:
 def main(argv: list[str] | None = None) -> None:
     """The command line of scripts/measure_links.py."""
     parser = argparse.ArgumentParser(
-        prog="measure_links.py",
         description="Measures the links between all processes that torchrun started, for `cluster:`.",
     )
     parser.add_argument("--num-bytes", type=int, default=1 << 28, help="of the large collectives")
