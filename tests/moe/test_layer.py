@@ -76,8 +76,8 @@ def test_close_to_stock_where_there_is_no_dense_twin(results):
 def test_two_partial_sums_have_the_bits_of_stock(results):
     """With top-2 every sum over a token's rows has two terms, and one order.
 
-    Over two hops an expert's rows come relay by relay, so that its weight gradients add them in another order: whether
-    a bit shows depends on the processor.
+    Over two hops an expert's rows come relay by relay, so that its weight gradients add them in another order:
+    whether a bit shows depends on the processor.
     """
     for case, result in dispatched(results):
         if case.startswith("top2"):
