@@ -71,7 +71,7 @@ def read_run(paths: Sequence[Path], unfinished: bool = False) -> RunLog:
     Raises:
         ConfigurationError: a file is missing, empty, not of such a run, or ends early.
     """
-    run, console, logs, found = RunLog(), ConsoleLog(), [], []
+    run, console, logs, texts, found = RunLog(), ConsoleLog(), [], [], []
     for path in paths:
         if not path.exists():
             raise ConfigurationError(f"{path}: no such file or folder. Give a run's console log")
@@ -84,7 +84,10 @@ def read_run(paths: Sequence[Path], unfinished: bool = False) -> RunLog:
         elif "events.out.tfevents." in file.name:
             _read_events(run, file)
         else:
-            console.read(_text(file))
+            text = _text(file)
+            if text not in texts:  # the same output kept twice is one log
+                texts.append(text)
+                console.read(text)
             logs.append(file)
     _check_ends(console, logs, unfinished)
     _take_console(run, console)

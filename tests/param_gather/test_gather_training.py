@@ -88,7 +88,7 @@ def moe_free(flags: list[str]) -> list[str]:
 
 
 def check(case: Case, iterations: int, folder) -> list[dict]:
-    base = moe_free(TINY) if "--num-experts" in case.drop else without(TINY, case.drop)
+    base = moe_free(TINY) if "--num-experts" in case.drop else without(TINY, *case.drop)
     flags = [*base, "--train-iters", str(iterations), *case.flags.split()]
     plain = launch(folder / "plain", case.processes, flags, timeout=1500).check()
     ciera = launch(folder / "ciera", case.processes, [*flags, *case.ciera.split()], timeout=1500).check()
