@@ -104,6 +104,8 @@ def test_every_loss_has_the_bits_of_stock(soak):
     seen = set()
     for part in PARTS:
         for record in observe.read_iterations(soak / part.name):
+            if part.name == "damaged" and record["iteration"] >= 5 * TENTH + 2:
+                continue  # the step that reads damaged blocks, before all ranks stop
             assert record["losses"] == stock[record["iteration"]], (part.name, record["iteration"])
             seen.add(record["iteration"])
     assert seen == set(stock)
