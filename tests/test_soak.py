@@ -22,6 +22,7 @@ from tests.moe.test_training import checkpoint, same_checkpoint
 
 ITERATIONS = int(os.environ.get("MEGATRON_CIERA_SOAK_ITERATIONS", "200"))
 TENTH = ITERATIONS // 10
+WARMUP = 50  # iterations in which memory still grows after a start, stock's too: by about 50 MB
 SCRIPT = ROOT / "tests" / "soak" / "soak_training.py"
 FLAGS = [
     *TINY,
@@ -137,7 +138,7 @@ def test_experts_moved_and_faults_happened(soak):
 @pytest.mark.slow
 def test_memory_is_flat(soak):
     """The second half of the last part against its first: at most 2 % and 8 MiB more than stock grows."""
-    grown = {name: growth(soak / name, 5 * TENTH) for name in ("last", "stock")}
+    grown = {name: growth(soak / name, 5 * TENTH + WARMUP) for name in ("last", "stock")}
     assert grown["last"] <= max(grown["stock"], 0) + 0.02 * resident(soak / "last") + 8 * 2**20, grown
 
 
