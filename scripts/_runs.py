@@ -1,5 +1,6 @@
 """What the measuring scripts share: links that NCCL is made to take; training runs that are timed and observed."""
 
+import json
 import os
 import re
 import statistics
@@ -55,6 +56,14 @@ def launch(words: list[str], gpus: int, log: Path, environment: dict, timeout: f
             process.wait()
             code = "time limit"
     return code, log.read_text(errors="replace")
+
+
+def result_of(printed: str) -> dict | None:
+    """What megatron_ciera.param_gather.bench found, in all that its processes printed; None if it ended without."""
+    for line in printed.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    return None
 
 
 def search_path() -> str:

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 
-from _runs import LINKS, search_path
+from _runs import LINKS, result_of, search_path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,11 +57,10 @@ def _run(link: str, options) -> dict | None:
     command += ["--weights", *options.weights]
     environment = os.environ | LINKS[link] | {"PYTHONPATH": search_path(), "NCCL_NVLS_ENABLE": "0"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    for line in process.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    print(f"{link}: no result\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}", file=sys.stderr)
-    return None
+    found = result_of(process.stdout)
+    if found is None:
+        print(f"{link}: no result\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}", file=sys.stderr)
+    return found
 
 
 def _print(link: str, found: dict) -> None:

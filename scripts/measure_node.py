@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from _runs import LINKS, LOCAL, LOCAL_LAYERS, SCRIPTS, launch, train
+from _runs import LINKS, LOCAL, LOCAL_LAYERS, SCRIPTS, launch, result_of, train
 from megatron_ciera.cluster import Link
 from megatron_ciera.comparison import compare
 from megatron_ciera.simulator.features import parse_features, rates_at
@@ -193,11 +193,9 @@ def gather(options, folder: Path) -> dict:
         words = ["-m", "megatron_ciera.param_gather.bench", "--num-values", str(options.num_values)]
         words += ["--weights", *map(str, options.weights)]
         code, printed = launch(words, options.gpus, folder / f"gather_{link}.log", LINKS[link], options.limit)
-        results = [line for line in printed.splitlines() if line.startswith("RESULT ")]
-        found[link] = (
-            json.loads(results[0].removeprefix("RESULT ")) if results else failed(f"exit {code}: {printed}")
-        )
-        print(f"gather {link}: {'done' if results else 'FAILED'}", flush=True)
+        result = result_of(printed)
+        found[link] = failed(f"exit {code}: {printed}") if result is None else result
+        print(f"gather {link}: {'FAILED' if result is None else 'done'}", flush=True)
     return found
 
 

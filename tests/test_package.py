@@ -12,17 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, TINY, launch
+from tests.test_entry_points import NAMES as COMMANDS
 
 VERSION = "0.1.0"
-COMMANDS = (
-    "ciera-evaluate-placement",
-    "ciera-fit-placement",
-    "ciera-loss-compare",
-    "ciera-measure-links",
-    "ciera-measure-stability",
-    "ciera-report-run",
-    "ciera-simulate",
-)
 EXTRAS = ["dev", "nvcomp", "partitioners", "plots", "safetensors", "tensorboard", "test"]
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 

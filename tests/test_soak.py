@@ -18,7 +18,7 @@ import pytest
 
 from megatron_ciera import observe
 from tests.launching import ROOT, TINY
-from tests.moe.test_training import checkpoint, same_checkpoint
+from tests.moe.placed_runs import checkpoint, same_checkpoint
 
 ITERATIONS = int(os.environ.get("MEGATRON_CIERA_SOAK_ITERATIONS", "200"))
 TENTH = ITERATIONS // 10

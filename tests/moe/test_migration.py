@@ -8,6 +8,14 @@ import pytest
 from tests.launching import launch
 
 WORKER = Path(__file__).with_name("migration_worker.py")
+CHECKS = (
+    "moved_something",
+    "every_expert_keeps_its_bits",
+    "mapping_is_the_map",
+    "back_to_every_bit",
+    "failure_wrote_nothing",
+    "failure_kept_maps",
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +34,7 @@ def test_all_cases_ran(results):
     assert len(results) == 3
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        "moved_something",
-        "every_expert_keeps_its_bits",
-        "mapping_is_the_map",
-        "back_to_every_bit",
-        "failure_wrote_nothing",
-        "failure_kept_maps",
-    ],
-)
+@pytest.mark.parametrize("check", CHECKS)
 def test_holds(results, check):
     for case, found in results.items():
         assert found[check] is True, case

@@ -8,6 +8,7 @@ import pytest
 
 from tests.launching import ROOT, launch, shared_gpu
 from tests.moe.names import VARIABLE
+from tests.moe.test_migration import CHECKS
 from tests.shuffle.test_shuffle_layer import check
 from tests.te.te_runs import MARKS
 
@@ -76,15 +77,8 @@ def test_migration_leaves_every_bit(folders):
     for case, found in results.items():
         master = "master_param" if "precision-aware" in case else "master"
         assert found["masters_and_moments"] == ["exp_avg", "exp_avg_sq", master, "weight"], case
-        for check_ in (
-            "moved_something",
-            "every_expert_keeps_its_bits",
-            "mapping_is_the_map",
-            "back_to_every_bit",
-            "failure_wrote_nothing",
-            "failure_kept_maps",
-        ):
-            assert found[check_] is True, (case, check_)
+        for name in CHECKS:
+            assert found[name] is True, (case, name)
 
 
 def test_shuffled_models(folders):
