@@ -121,3 +121,15 @@ def test_benchmark_refuses_what_it_would_code_wrongly(snapshots):
     same = [str(snapshots / "before.npz")] * 2
     run = run_script("bench_codec.py", *same, "--unchanged", "0.5", "--device", "cpu", "--sizes-mb", "0.05")
     assert run.returncode == 2 and "--unchanged 0.5: found 1.000" in run.stderr
+
+
+def test_a_file_of_another_kind_is_named(tmp_path, capsys):
+    """Exit code 2, not the 1 of a codec that lost a bit."""
+    from megatron_ciera.param_gather.codec.stability_cli import main
+
+    text = tmp_path / "notes.pt"
+    text.write_text("no weights")
+    assert main([str(text), str(text)]) == 2
+    assert f"{text}: found a file that torch.load does not read" in capsys.readouterr().err
+    assert main([str(tmp_path / "none.npz"), str(text)]) == 2
+    assert "none.npz" in capsys.readouterr().err

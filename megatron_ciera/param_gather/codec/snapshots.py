@@ -2,6 +2,7 @@
 folders."""
 
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ def load_snapshot(path: str | Path) -> Tensors:
 
         found = load_file(path)
     else:
-        found = _flatten(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        found = _flatten(_load_torch(path))
     kept = {
         name: value.contiguous() for name, value in found.items() if value.dtype in FORMATS and value.numel()
     }
@@ -105,3 +106,13 @@ def _load_checkpoint(path: Path) -> Tensors:
     }
     checkpoint.load(wanted, storage_reader=reader, no_dist=True)
     return wanted
+
+
+def _load_torch(path: Path):
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, UnpicklingError) as error:
+        raise ValueError(
+            f"{path}: found a file that torch.load does not read ({str(error).splitlines()[0]}); wanted .npz of "
+            "uint16 bf16 bits, .pt, .safetensors or a Megatron torch_dist checkpoint folder"
+        ) from error
