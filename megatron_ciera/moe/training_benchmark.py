@@ -60,7 +60,7 @@ class Rotation(Feature):
         self.options = options
         self.schedule = [name for name, length in phases(options) for _ in range(length)]
         self.seconds = [0.0] * len(self.schedule)
-        self.peaks = {}
+        self.peaks = [0] * len(self.schedule)
         self.rows = {}
         self.profiles = {}
         self._dispatchers = []
@@ -98,13 +98,12 @@ class Rotation(Feature):
 
     def after_step(self, iteration: int) -> None:
         torch.cuda.synchronize()
-        name = self.schedule[iteration - 1]
         self.seconds[iteration - 1] = time.perf_counter() - self._begun
-        peak = torch.cuda.max_memory_allocated() if dist.get_backend() == "nccl" else 0
-        self.peaks[name] = max(self.peaks.get(name, 0), peak)
+        if dist.get_backend() == "nccl":
+            self.peaks[iteration - 1] = torch.cuda.max_memory_allocated()
         self._profiler.__exit__(None, None, None)
         if not isinstance(self._profiler, nullcontext):
-            self.profiles[name] = _host_times(self._profiler)
+            self.profiles[self.schedule[iteration - 1]] = _host_times(self._profiler)
             self.seconds[iteration - 1] = float("nan")
         if iteration == len(self.schedule):
             self._report()
@@ -117,10 +116,10 @@ class Rotation(Feature):
             }
 
     def _report(self) -> None:
-        slowest = torch.tensor(self.seconds, device=torch.cuda.current_device(), dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        worst = torch.tensor([self.seconds, self.peaks], device=torch.cuda.current_device(), dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if dist.get_rank() == 0:
-            result = self.result(slowest.tolist())
+            result = self.result(*worst.tolist())
             text = json.dumps(result)
             if self.options.output:
                 with open(self.options.output, "w") as file:
@@ -129,19 +128,23 @@ class Rotation(Feature):
                 print(f"one iteration, {name}\n{table}")
             print(text if self.options.json else table_of(result), flush=True)
 
-    def result(self, seconds: list[float]) -> dict:
-        """Medians by phase; each phase's first iteration, the warm-up and profiled iterations are left out."""
+    def result(self, seconds: list[float], peaks: list[float]) -> dict:
+        """Medians by phase; each phase's first iteration, the warm-up and profiled iterations are left out.
+
+        Args: of each iteration, the slowest rank's seconds and the fullest rank's peak memory in bytes.
+        """
         found, first = [], 0
         for place, (name, length) in enumerate(phases(self.options)):
             skip = WARMUP + 1 if place == 0 else 1
             times = [1e3 * value for value in seconds[first + skip : first + length] if value == value]
+            peak = max(peaks[first : first + length])
             first += length
             found.append(
                 {
                     "variant": name,
                     "milliseconds": statistics.median(times),
                     "all": [round(value, 1) for value in times],
-                    "peak_mb": self.peaks[name] / 1e6,
+                    "peak_mb": peak / 1e6,
                     **self.rows.get(name, {}),
                 }
             )

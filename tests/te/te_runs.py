@@ -1,5 +1,6 @@
 """Whole training runs with Transformer Engine's layers: what each is started with, and all of them side by side."""
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +53,12 @@ class Start:
     """How a run is started. `after`: the run whose checkpoints it reads."""
 
     flags: str
-    iterations: int = 20
+    iterations: int = 10
     after: str | None = None
     script: str = SCRIPT
     processes: int = 2
     connections: int = 1
+    is_compiled: bool = False  # activations, by torch.compile: half a minute for each process
 
 
 def _of_precision(name: str, flags: str) -> dict[str, Start]:
@@ -75,7 +77,7 @@ def _of_precision(name: str, flags: str) -> dict[str, Start]:
         f"{name}, replicated, ciera": Start(f"{flags} {CODED}"),
         f"{name}, experts": Start(f"{flags} {EXPERTS}"),
         f"{name}, experts, all": Start(
-            f"{flags} {EXPERTS} --dedup-dispatch {CODED} {OVERLAP} --ciera-verify-interval 10", connections=8
+            f"{flags} {EXPERTS} --dedup-dispatch {CODED} {OVERLAP} --ciera-verify-interval 5", connections=8
         ),
         f"{name}, under b": Start(
             placed("b", 2, under_a, f"{name}_under_b") + " --no-dedup-dispatch", 3, f"{name}, under a"
@@ -98,11 +100,11 @@ for _name, _flags in PRECISIONS.items():
 _DEDUP, _SELECTIVE = f"{EXPERTS} --dedup-dispatch", "--recompute-granularity selective --recompute-modules"
 STARTS |= {
     "precise, replicated, overlap": Start(
-        f"{PRECISIONS['precise']} {CODED} {OVERLAP} --ciera-verify-interval 10", connections=8
+        f"{PRECISIONS['precise']} {CODED} {OVERLAP} --ciera-verify-interval 5", connections=8
     ),
-    "masters, replicated, overlap": Start(f"{CODED} {OVERLAP} --ciera-verify-interval 10", connections=8),
-    "masters, alone": Start("", 10, processes=1),
-    "masters, alone, ciera": Start(CODED, 10, processes=1),
+    "masters, replicated, overlap": Start(f"{CODED} {OVERLAP} --ciera-verify-interval 5", connections=8),
+    "masters, alone": Start("", processes=1, is_compiled=True),
+    "masters, alone, ciera": Start(CODED, processes=1, is_compiled=True),
     "fp8 parameters": Start("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"),
     "fp8 parameters, ciera": Start(f"--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather {CODED}"),
     "delayed, experts": Start(f"--fp8-format hybrid --fp8-recipe delayed {EXPERTS}"),
@@ -111,9 +113,9 @@ STARTS |= {
     "graphs, all": Start(f"{GRAPHS} {_DEDUP} {CODED}"),
     "dedup, recomputed layers": Start(f"{_DEDUP} {_SELECTIVE} moe"),
     "dedup, recomputed activations": Start(f"{_DEDUP} {_SELECTIVE} moe_act layernorm"),
-    "top 4": Start(f"{EXPERTS} --moe-router-topk 4", 10),
-    "top 4, dedup": Start(f"{_DEDUP} --moe-router-topk 4", 10),
-    "top 4, dedup again": Start(f"{_DEDUP} --moe-router-topk 4", 10),
+    "top 4": Start(f"{EXPERTS} --moe-router-topk 4"),
+    "top 4, dedup": Start(f"{_DEDUP} --moe-router-topk 4"),
+    "top 4, dedup again": Start(f"{_DEDUP} --moe-router-topk 4"),
     "in order": Start(SHUFFLED, 3),
     "shuffled": Start(f"{SHUFFLED} --token-shuffle --save {{folder}}/shuffled --save-interval 2", 3),
     "shuffled, recomputed": Start(
@@ -130,12 +132,12 @@ STARTS |= {
 
 
 class Runs:
-    """All runs of STARTS, at most `at_once` at a time. `runs[name]` waits for one and checks its exit."""
+    """All runs of STARTS, a core for each process. `runs[name]` waits for one and checks its exit."""
 
-    def __init__(self, folder: Path, at_once: int = 12):
+    def __init__(self, folder: Path):
         self.folder = folder
         # Not left by a context manager: a failed test must not wait for every other run.
-        self._pool = ThreadPoolExecutor(at_once)
+        self._pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2))
         self._futures: dict[str, Future] = {}
         for name in sorted(STARTS, key=_turn):
             self._futures[name] = self._pool.submit(self._start, name)
@@ -157,6 +159,7 @@ class Runs:
             script=(start.script,),
             timeout=560,
             CUDA_DEVICE_MAX_CONNECTIONS=str(start.connections),
+            TORCHDYNAMO_DISABLE=str(int(not start.is_compiled)),
             **shared_gpu(),
         )
 

@@ -1,7 +1,7 @@
-"""Runs Megatron-LM's own unit tests without a GPU: without this extension, with it inactive, with it active.
+"""Runs Megatron-LM's own unit tests: without this extension, with it inactive, with it active.
 
-    make test-upstream MEGATRON_LM_PATH=path/to/Megatron-LM     # a checkout of core_v0.19.0
-    MEGATRON_LM_PATH=… python tests/upstream/run.py [--groups moe …] [--modes absent …] [--output FOLDER]
+    make test-upstream MEGATRON_LM_PATH=path/to/Megatron-LM     # a checkout of core_v0.19.0; no GPU is used
+    MEGATRON_LM_PATH=… python tests/upstream/run.py [--gpu] [--groups moe …] [--modes absent …] [--output FOLDER]
 
 The tests are taken from the checkout. What each mode means: upstream_plugin.py; what is run: selection.py. Ends
 with 1 if a test has another outcome with the extension than without it. docs/upstream_tests.md has the results.
@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from selection import GROUPS, LEFT_OUT, NOT_WHEN_ACTIVE, PROCESSES
+from selection import GROUPS, LEFT_OUT, NOT_WHEN_ACTIVE, ON_GPU, PROCESSES, PROCESSES_ON_GPU
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--output", type=Path, default=ROOT / "out" / "upstream")
+    parser.add_argument("--gpu", action="store_true", help="two ranks, on two GPUs or sharing one")
     parser.add_argument("--timeout", type=int, default=1200, help="seconds for one group in one mode")
     args = parser.parse_args(argv)
     checkout = Path(os.environ.get(VARIABLE, ""))
@@ -46,30 +47,37 @@ def main(argv: list[str] | None = None) -> int:
         found = {}
         for mode in args.modes:
             folder = args.output.resolve() / group / mode
-            run_group(checkout.resolve(), group, mode, folder, args.timeout)
+            run_group(checkout.resolve(), group, mode, folder, args.timeout, args.gpu)
             found[mode] = outcomes(folder)
             say_summary(group, mode, found[mode], attached(folder))
         differences += say_differences(found)
-    (args.output / "table.md").write_text(table(args.output))
+    (args.output / "table.md").write_text(table(args.output, args.gpu))
     return 1 if differences else 0
 
 
-def run_group(checkout: Path, group: str, mode: str, folder: Path, timeout: int) -> None:
+def files_of(group: str, gpu: bool) -> tuple[str, ...]:
+    return GROUPS[group] + (ON_GPU[group] if gpu else ())
+
+
+def run_group(checkout: Path, group: str, mode: str, folder: Path, timeout: int, gpu: bool) -> None:
     """One torchrun of pytest over the group's files; each rank writes its outcomes to `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES[group])]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+    launcher += [str(PROCESSES_ON_GPU if gpu else PROCESSES[group])]
     pytest = ["pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-c", os.devnull, "-q"]
     command = [
         *(sys.executable, "-m", *launcher, "-m", *pytest, "--continue-on-collection-errors"),
-        *("--rootdir", str(checkout), *(f"{UNIT_TESTS}/{name}" for name in GROUPS[group])),
+        *("--rootdir", str(checkout), *(f"{UNIT_TESTS}/{name}" for name in files_of(group, gpu))),
     ]
     variables = {
         **os.environ,
         "CIERA_UPSTREAM_MODE": mode,
         "CIERA_UPSTREAM_RESULTS": str(folder),
-        "MEGATRON_CIERA_DEVICE": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), str(checkout)]),
+        "MEGATRON_CIERA_DEVICE": "cuda" if gpu else "cpu",
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(ROOT), str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         # A checkout may have no bytecode, which every rank would then make again in each run.
         "PYTHONPYCACHEPREFIX": str(folder.parents[1] / "bytecode"),
         "OMP_NUM_THREADS": "1",
@@ -141,12 +149,12 @@ def say_differences(found: dict[str, dict]) -> int:
     return number
 
 
-def table(output: Path) -> str:
+def table(output: Path, gpu: bool) -> str:
     """Markdown: passed / failed / skipped of each file in each mode whose results are in the folder."""
     lines = ["| file | " + " | ".join(MODES) + " |", "| --- | " + "--- | " * len(MODES)]
-    for group, names in GROUPS.items():
+    for group in GROUPS:
         found = {mode: outcomes(output / group / mode) for mode in MODES}
-        for name in names:
+        for name in files_of(group, gpu):
             cells = []
             for mode in MODES:
                 tests = [kind for test, (kind, _) in found[mode].items() if f"/{name}::" in test]

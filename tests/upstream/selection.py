@@ -1,6 +1,7 @@
 """Which of Megatron-LM's unit tests are run, by group, and which are not, and why. Paths below tests/unit_tests."""
 
-PROCESSES = {"moe": 8, "optimizer": 4, "checkpoint": 8}
+PROCESSES = {"moe": 8, "optimizer": 4, "checkpoint": 4}
+PROCESSES_ON_GPU = 2
 
 _MOE = "transformer/moe"
 _CKPT = "dist_checkpointing"
@@ -53,7 +54,19 @@ GROUPS = {
     ),
 }
 
-# Not run in any mode.
+# What needs Transformer Engine as well, run with --gpu behind the others.
+ON_GPU = {
+    "moe": (
+        f"{_MOE}/test_moe_layer_discrepancy.py",
+        f"{_MOE}/test_latent_moe_layer.py",
+        f"{_MOE}/test_moe_single_grouped_weight_numerics.py",
+        f"{_MOE}/test_upcycling.py",
+    ),
+    "optimizer": ("test_optimizer.py",),
+    "checkpoint": (f"{_CKPT}/test_fp8.py",),
+}
+
+# Not run in any mode without a GPU.
 LEFT_OUT = {
     "test_routers.py::test_router_gating_linear": "products that take a CPU minutes; no code of ours is near",
 }

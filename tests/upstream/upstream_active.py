@@ -16,7 +16,7 @@ def attach() -> None:
     from megatron.core.transformer.moe import experts, moe_layer
 
     wrap(moe_layer.MoELayer, "__init__", ("self", "config"), _with_features)
-    for module in (experts.SequentialMLP,):
+    for module in (experts.SequentialMLP, experts.TEGroupedMLP):
         wrap(module, "__init__", ("self", "num_local_experts", "config"), _saved_logically)
     wrap(optimizer, "get_megatron_optimizer", ("config", "model_chunks"), _with_compressed_gather)
 

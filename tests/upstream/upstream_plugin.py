@@ -1,9 +1,10 @@
-"""A pytest plugin under which Megatron-LM's own unit tests run without a GPU, with or without this extension.
+"""A pytest plugin under which Megatron-LM's own unit tests run with or without this extension, and without a GPU.
 
 Loaded with `-p upstream_plugin` by run.py, in a checkout of Megatron-LM, before anything of Megatron is imported.
-CIERA_UPSTREAM_MODE says how much of the extension is there:
+On GPUs the tests have NCCL, and ranks share a GPU where there are fewer of them. CIERA_UPSTREAM_MODE says how much
+of the extension is there:
 
-absent    the CPU layer alone, without which nothing of these tests runs on such a machine
+absent    nothing; without a GPU the CPU layer alone, without which nothing of these tests runs on such a machine
 inactive  the launcher's seams as well, no flag given
 active    every MoE layer gets the deduplicating dispatcher and a placement in reverse order, every expert module is
           saved under it, every distributed optimizer gathers its parameters compressed
@@ -35,15 +36,29 @@ _ANY_GPU = re.compile(
     r"^(CUDA not available|CUDA is not available|Requires CUDA|CUDA required)", re.IGNORECASE
 )
 
-cpu.install()
+ON_GPU = not cpu.is_needed()
+
+if ON_GPU:
+    import torch
+
+    # As tests/shared_gpu does it, but ranks keep their local number, which the tests take for their rank.
+    if torch.cuda.device_count() < WORLD_SIZE:
+        os.environ.update(NCCL_HOSTID=f"host{RANK}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
+else:
+    cpu.install()
 
 
-def _gloo_for_nccl(init):
+def _backend(asked: str | None) -> str | None:
+    """gloo stands in for NCCL where there is no GPU."""
+    return "gloo" if not ON_GPU and asked in (None, "nccl") else asked
+
+
+def _in_a_world_of_its_own(init):
     def init_process_group(backend=None, *args, **kwargs):
         kwargs["timeout"] = TIMEOUT
         if "store" in kwargs:  # addresses of an earlier world are in it
             kwargs["store"] = dist.PrefixStore(f"before_test_{_finished}", kwargs["store"])
-        return init("gloo" if backend in (None, "nccl") else backend, *args, **kwargs)
+        return init(_backend(backend), *args, **kwargs)
 
     return init_process_group
 
@@ -63,17 +78,18 @@ def _one_for_each_set_of_ranks(make):
     """Megatron's tests make its some forty groups anew in each test and never end them.
 
     Each gloo group is three threads, one of which wakes up a hundred times a second: after twenty tests nothing
-    else runs any more.
+    else runs any more. NCCL connects each group anew at its first collective.
     """
 
     def new_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs):
         ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        backend = _backend(backend)
         if kwargs.get("group_desc") is None:
-            _other_groups.append(make(ranks, TIMEOUT, "gloo", None, *args, **kwargs))
+            _other_groups.append(make(ranks, TIMEOUT, backend, None, *args, **kwargs))
             return _other_groups[-1]
-        key = tuple(ranks)
+        key = tuple(ranks), backend
         if key not in _megatrons_groups:
-            _megatrons_groups[key] = make(ranks, TIMEOUT, "gloo", None, *args, **kwargs)
+            _megatrons_groups[key] = make(ranks, TIMEOUT, backend, None, *args, **kwargs)
         return _megatrons_groups[key]
 
     return new_group
@@ -106,16 +122,19 @@ def _no_download(*args, **kwargs):
 def pytest_load_initial_conftests(early_config):
     """Before Megatron's own conftest.py, which imports it."""
     sys.path.insert(0, str(early_config.rootpath))
-    dist.init_process_group = _gloo_for_nccl(dist.init_process_group)
-    dist.barrier = _without_device_ids(dist.barrier)
+    dist.init_process_group = _in_a_world_of_its_own(dist.init_process_group)
+    if not ON_GPU:
+        dist.barrier = _without_device_ids(dist.barrier)
     dist.destroy_process_group = _forgetting_groups(dist.destroy_process_group)
     dist.new_group = _one_for_each_set_of_ranks(dist.new_group)
     from megatron_ciera import compat, install
 
     if MODE != "absent":
         install.install()
-    compat.install()
-    cpu.install_megatron_patches()
+    if not ON_GPU or MODE != "absent":
+        compat.install()
+    if not ON_GPU:
+        cpu.install_megatron_patches()
     if MODE == "active":
         import upstream_active
 
@@ -132,8 +151,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    left_out = LEFT_OUT | (NOT_WHEN_ACTIVE if MODE == "active" else {})
+    left_out = ({} if ON_GPU else LEFT_OUT) | (NOT_WHEN_ACTIVE if MODE == "active" else {})
     items[:] = [item for item in items if not any(name in item.nodeid for name in left_out)]
+    if ON_GPU:
+        return
     for node in {node for item in items for node in item.listchain()}:
         node.own_markers = [mark for mark in node.own_markers if not _asks_for_any_gpu(mark)]
 
