@@ -116,7 +116,9 @@ class Rotation(Feature):
             }
 
     def _report(self) -> None:
-        worst = torch.tensor([self.seconds, self.peaks], device=torch.cuda.current_device(), dtype=torch.float64)
+        worst = torch.tensor(
+            [self.seconds, self.peaks], device=torch.cuda.current_device(), dtype=torch.float64
+        )
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if dist.get_rank() == 0:
             result = self.result(*worst.tolist())
