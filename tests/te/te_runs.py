@@ -165,10 +165,9 @@ class Runs:
 
 
 def _turn(name: str) -> tuple:
-    """First and alone the run that compiles and tunes kernels for all, then in the order of checkpoints."""
-    return name != FIRST, _depth(name)
+    """First and alone the run that compiles and tunes kernels for all, then by how many runs wait one for another."""
+    return name != FIRST, -_waiting(name)
 
 
-def _depth(name: str) -> int:
-    after = STARTS[name].after
-    return 0 if after is None else 1 + _depth(after)
+def _waiting(name: str) -> int:
+    return max((1 + _waiting(other) for other, start in STARTS.items() if start.after == name), default=0)

@@ -31,10 +31,11 @@ WORKERS = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Every worker on two ranks, side by side; its folder once it has ended well."""
+    places: dict[str, Path] = {name: tmp_path_factory.mktemp(name) for name in WORKERS}
 
     def start(name):
         script, words = WORKERS[name]
-        folder: Path = tmp_path_factory.mktemp(name)
+        folder = places[name]
         variables = {VARIABLE: "transformer_engine", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **shared_gpu()}
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         run = launch(
