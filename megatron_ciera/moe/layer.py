@@ -30,8 +30,8 @@ def attach_placement(layer: MoELayer, recorder: RouteRecorder | None = None) -> 
     def dispatch_preprocess(hidden_states, routing_map, probs):
         if recorder is not None and layer.training and torch.is_grad_enabled():
             recorder.add(routing_map)
-        routing_map = routing_map.index_select(1, mapping)
-        return by_slot(hidden_states, routing_map, _Columns.apply(probs, mapping))
+        columns = layer.get_buffer(BUFFER)  # wherever the layer has been moved to since
+        return by_slot(hidden_states, routing_map.index_select(1, columns), _Columns.apply(probs, columns))
 
     layer.token_dispatcher.dispatch_preprocess = dispatch_preprocess
     return mapping

@@ -38,6 +38,9 @@ def folders(tmp_path_factory):
         folder = places[name]
         variables = {VARIABLE: "transformer_engine", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **shared_gpu()}
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        # These many shapes reach torch.compile's limit: an activation of inputs without gradients, as recomputation
+        # has them, then runs uncompiled and rounds after each operation; outputs differ by that.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
         run = launch(
             folder, 2, [folder, *words], script=(str(ROOT / "tests" / script),), timeout=560, **variables
         )

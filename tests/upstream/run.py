@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--output", type=Path, default=ROOT / "out" / "upstream")
-    parser.add_argument("--gpu", action="store_true", help="two ranks, on two GPUs or sharing one")
+    parser.add_argument(
+        "--gpu", action="store_true", help="over NCCL; ranks share GPUs where there are fewer"
+    )
     parser.add_argument("--timeout", type=int, default=1200, help="seconds for one group in one mode")
     args = parser.parse_args(argv)
     checkout = Path(os.environ.get(VARIABLE, ""))
