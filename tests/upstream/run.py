@@ -111,17 +111,22 @@ def outcomes(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def attached(folder: Path) -> Counter:
-    """What the active extension did, summed over ranks."""
+    """What the active extension did, summed over ranks; each line has what was done so far."""
     total = Counter()
-    for line in _lines(folder):
-        total.update(line.get("counts", {}))
+    for path in folder.glob("rank*.jsonl"):
+        found = [counts for line in _lines_of(path) if (counts := line.get("counts")) is not None]
+        total.update(found[-1] if found else {})
     return total
 
 
 def _lines(folder: Path):
     for path in sorted(folder.glob("rank*.jsonl")):
-        for line in path.read_text().splitlines():
-            yield json.loads(line)
+        yield from _lines_of(path)
+
+
+def _lines_of(path: Path):
+    for line in path.read_text().splitlines():
+        yield json.loads(line)
 
 
 def say_summary(group: str, mode: str, found: dict, counts: Counter) -> None:

@@ -198,6 +198,10 @@ def pytest_runtest_logreport(report):
 def pytest_runtest_logfinish():
     """Ranks start the next test together, and in a new world if one of them left the old one in the middle."""
     global _finished, _failed
+    if MODE == "active":
+        import upstream_active
+
+        _write({"counts": upstream_active.counts()})
     store = _agreement()
     store.set(f"{_finished}/{RANK}", "failed" if _failed else "well")
     keys = [f"{_finished}/{rank}" for rank in range(WORLD_SIZE)]
@@ -226,13 +230,6 @@ def pytest_collectreport(report):
         _write({"test": report.nodeid, "outcome": "failed", "reason": str(report.longrepr)[-600:], "s": 0})
     elif report.skipped:
         _write({"test": report.nodeid, "outcome": "skipped", "reason": str(report.longrepr[2]), "s": 0})
-
-
-def pytest_sessionfinish():
-    if MODE == "active":
-        import upstream_active
-
-        _write({"counts": upstream_active.counts()})
 
 
 def _write(line: dict) -> None:
