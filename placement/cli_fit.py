@@ -102,6 +102,7 @@ def _main(argv) -> int:
             },
             source_layers=tokens.source_layers,
             progress=progress,
+            for_shuffling=True,
         )
         tables = fit_tables(tokens.top_indices, result.placement, num_workers)
     cluster = _cluster(args.config)
