@@ -5,8 +5,9 @@ works as far as experts that follow the same experts share a rank, whether or no
 """
 
 import numpy as np
+from scipy.sparse import csr_matrix
 
-from placement.co_selection import incidence
+from placement.co_selection import expert_counts
 from placement.prediction import SINGLE_PRIOR
 
 _PARTS = 8
@@ -24,25 +25,36 @@ def predictable_pairs(top_indices: np.ndarray, evidence: np.ndarray, num_experts
     """
     num_tokens = len(top_indices)
     parts = np.array_split(np.arange(num_tokens), _PARTS)
-    selected = incidence(top_indices, num_experts)
-    loads = selected.sum(axis=0)
+    selected = _sparse(top_indices, num_experts)
+    loads = expert_counts(top_indices, num_experts)
     matrix = np.zeros((num_experts, num_experts), dtype=np.float32)
     expected = np.zeros(num_experts, dtype=np.float32)
     for experts in evidence:
-        given = incidence(experts, num_experts)
-        counts, tokens = given.T @ selected, given.sum(axis=0)
+        given = _sparse(experts, num_experts)
+        counts, tokens = (given.T @ selected).toarray(), expert_counts(experts, num_experts)
         for part in parts:
-            counts_of_part, tokens_of_part = given[part].T @ selected[part], given[part].sum(axis=0)
-            mean = (loads - selected[part].sum(axis=0)) / max(1, num_tokens - len(part))
+            # Few experts meet in a part, so its counts stay sparse: products with them cost next to nothing.
+            counts_of_part = (given[part].T @ selected[part]).tocsr()
+            tokens_of_part = expert_counts(experts[part], num_experts).astype(np.float32)
+            of_others = loads - expert_counts(top_indices[part], num_experts)
+            mean = (of_others / max(1, num_tokens - len(part))).astype(np.float32)
             seen = (tokens - tokens_of_part)[:, None]
-            table = (counts - counts_of_part + SINGLE_PRIOR * mean) / (seen + SINGLE_PRIOR) - mean
-            # Sums over the part's tokens of q y^T and of q.
-            matrix += table.T @ counts_of_part
-            expected += table.T @ tokens_of_part
-    matrix -= np.outer(expected, loads / num_tokens)
+            table = (counts - counts_of_part.toarray() + SINGLE_PRIOR * mean) / (seen + SINGLE_PRIOR) - mean
+            # Sums over the part's tokens of y q^T and of q.
+            matrix += counts_of_part.T @ table.astype(np.float32)
+            expected += tokens_of_part @ table
+    matrix -= np.outer(loads / num_tokens, expected)
     matrix = (matrix + matrix.T) / np.float32(len(evidence) * evidence.shape[2])
     np.fill_diagonal(matrix, 0.0)
     return matrix
+
+
+def _sparse(top_indices: np.ndarray, num_experts: int) -> csr_matrix:
+    """`incidence`, sparse: [tokens, num_experts] float32."""
+    num_tokens, topk = top_indices.shape
+    ends = np.arange(num_tokens + 1) * topk
+    ones = np.ones(top_indices.size, dtype=np.float32)
+    return csr_matrix((ones, np.ascontiguousarray(top_indices).reshape(-1), ends), (num_tokens, num_experts))
 
 
 def predictable_pairs_reference(top_indices, evidence, num_experts: int) -> np.ndarray:
