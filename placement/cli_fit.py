@@ -54,6 +54,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="allowed rise of max/mean rank load over contiguous on the fit tokens (default: 0.05)",
     )
+    parser.add_argument(
+        "--rows-only",
+        action="store_true",
+        help="fit for the fewest rows alone, not for token shuffling as well (tables are written all the same)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: megatron-ciera")
     parser.add_argument("--report", metavar="PATH", help="write an HTML report with plots (extra `plots`)")
@@ -102,6 +107,7 @@ def _main(argv) -> int:
             },
             source_layers=tokens.source_layers,
             progress=progress,
+            for_shuffling=not args.rows_only,
         )
         tables = fit_tables(tokens.top_indices, result.placement, num_workers)
     cluster = _cluster(args.config)

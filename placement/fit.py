@@ -2,7 +2,8 @@
 
 A layer keeps its contiguous placement unless placements fitted on one half of the tokens beat it on the
 other half by two standard errors. When no layer gains beyond what chance would give among so many layers,
-there is nothing to place by and `NoGainError` is raised.
+there is nothing to place by and `NoGainError` is raised. Where the placement is to serve token shuffling as
+well, all layers are fitted for predictability, too, if that sends fewer rows on held-out halves.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -14,12 +15,14 @@ from scipy.special import ndtri
 from threadpoolctl import threadpool_limits
 
 from placement.file import DECODER, LayerId, LayerPlacement, Placement
-from placement.layer_fit import fit_layer, to_physical_map
+from placement.layer_fit import fit_layer, to_physical_map, uses_evidence
+from placement.prediction import rows_when_shuffled, window_of
 from placement.rows import contiguous_expert_to_rank, rank_load, ranks_per_token, rows_removed
 
 _CHANCE = 1e-3
 _STANDARD_ERRORS = 2.0
 _BLOCK_TOKENS = 64
+_LAYERS_ASKED = 12
 
 
 class NoGainError(ValueError):
@@ -61,6 +64,7 @@ def fit(
     layer_ids=None,
     num_workers: int = 1,
     fit_info: dict | None = None,
+    for_shuffling: bool = False,
 ) -> Placement:
     """Fits a placement to `top_indices` ([layers, tokens, topk] integer experts). See `fit_layers`."""
     result = fit_layers(
@@ -73,6 +77,7 @@ def fit(
         layer_ids=layer_ids,
         num_workers=num_workers,
         fit_info=fit_info,
+        for_shuffling=for_shuffling,
     )
     return result.placement
 
@@ -90,13 +95,15 @@ def fit_layers(
     fit_info: dict | None = None,
     source_layers: str | None = None,
     progress=None,
+    for_shuffling: bool = False,
 ) -> FitResult:
     """Fits every layer and measures it on the fit tokens.
 
     `load_tolerance`: how much a layer's max/mean rank load may rise over contiguous (absolute; inf: any).
     `layer_ids`: LayerId of each row, default decoder layers 0, 1, ...; `num_workers`: processes (forked; keep
-    1 inside a training job). `progress(done, total)` is called after each layer. Same input and seed, same
-    placement. Raises ValueError for input that cannot be fitted, NoGainError when no layer gains.
+    1 inside a training job). `progress(done, total)` is called after each layer. `for_shuffling`: group for
+    predictability as well where that pays (`_evidence_pays`; top-2 of more than 32 experts only). Same input
+    and seed, same placement. Raises ValueError for input that cannot be fitted, NoGainError when no layer gains.
     """
     top_indices = np.asarray(top_indices)
     if top_indices.ndim != 3:
@@ -109,12 +116,13 @@ def fit_layers(
     ranks_per_node = ranks_per_node or expert_parallel_size
     check_shape(num_experts, topk, expert_parallel_size, ranks_per_node)
     check_experts(top_indices, num_experts, layer_ids)
-    jobs = [
-        (top_indices[index], layer_ids[index], num_experts, expert_parallel_size)
-        + (ranks_per_node, load_tolerance, seed)
-        for index in range(num_layers)
-    ]
-    layers = tuple(_run(jobs, num_workers, progress))
+    sizes = (num_experts, expert_parallel_size, ranks_per_node, load_tolerance, seed)
+    jobs = [(top_indices[index : index + 1], layer_id, *sizes) for index, layer_id in enumerate(layer_ids)]
+    if for_shuffling and uses_evidence(num_experts, topk):
+        windows = [window_of(top_indices, index, layer_id) for index, layer_id in enumerate(layer_ids)]
+        looking_back = [job if w is None else (w, *job[1:]) for w, job in zip(windows, jobs, strict=True)]
+        jobs = looking_back if _evidence_pays(looking_back, num_workers) else jobs
+    layers = tuple(_run(_fit_one, jobs, num_workers, progress))
     _refuse_chance(layers, num_tokens)
     placement = Placement(
         num_experts=num_experts,
@@ -197,16 +205,16 @@ def check_experts(top_indices: np.ndarray, num_experts: int, layer_ids) -> None:
             )
 
 
-def _run(jobs, num_workers: int, progress):
+def _run(function, jobs, num_workers: int, progress=None):
     results = []
     if num_workers <= 1 or len(jobs) == 1:
         for job in jobs:
-            results.append(_fit_one(job))
+            results.append(function(job))
             if progress:
                 progress(len(results), len(jobs))
         return results
     with ProcessPoolExecutor(min(num_workers, len(jobs)), mp_context=get_context("fork")) as pool:
-        for result in pool.map(_fit_one, jobs):
+        for result in pool.map(function, jobs):
             results.append(result)
             if progress:
                 progress(len(results), len(jobs))
@@ -214,17 +222,20 @@ def _run(jobs, num_workers: int, progress):
 
 
 def _fit_one(job) -> LayerResult:
-    top_indices, layer_id, num_experts, expert_parallel_size, ranks_per_node, tolerance, seed = job
+    """Fits the last layer of a window of [layers, tokens, topk]; layers before it are evidence."""
+    window, layer_id, num_experts, expert_parallel_size, ranks_per_node, tolerance, seed = job
+    top_indices, evidence = window[-1], window[:-1]
     contiguous = contiguous_expert_to_rank(num_experts, expert_parallel_size)
 
-    def run(tokens, num_starts=1):
+    def run(part, num_starts=1):
         sizes = (num_experts, expert_parallel_size, ranks_per_node)
-        return fit_layer(tokens, *sizes, tolerance, seed, num_starts)
+        seen = evidence[:, part] if len(evidence) else None
+        return fit_layer(top_indices[part], *sizes, tolerance, seed, num_starts, seen)
 
     # Matrices are small: several BLAS threads would cost far more than they save.
     with threadpool_limits(1, "blas"):
         gain, sigmas = _held_out_gain(top_indices, contiguous, run)
-        fitted = run(top_indices, None) if sigmas > _STANDARD_ERRORS else contiguous
+        fitted = run(slice(None), None) if sigmas > _STANDARD_ERRORS else contiguous
     return LayerResult(
         layer_id=layer_id,
         expert_to_rank=fitted,
@@ -238,6 +249,40 @@ def _fit_one(job) -> LayerResult:
     )
 
 
+def _evidence_pays(jobs, num_workers: int) -> bool:
+    """Whether fits that look at the layers before send fewer rows, summed over the layers that have some.
+
+    Asked of twelve of them at most, spread evenly. Counted on the halves of the tokens that the fit has not
+    seen, with tokens moved to owners predicted from the other half.
+    """
+    jobs = [job for job in jobs if len(job[0]) > 1]
+    if not jobs or jobs[0][0].shape[1] < 4:
+        return False
+    jobs = jobs[:: -(-len(jobs) // _LAYERS_ASKED)]
+    without, with_evidence = np.sum(_run(_shuffled_rows, jobs, num_workers), axis=0)
+    return bool(with_evidence < without)
+
+
+def _shuffled_rows(job) -> tuple[int, int]:
+    """Held-out rows of one layer when shuffled, fitted (without, with) the layers before as evidence."""
+    window, _, num_experts, expert_parallel_size, ranks_per_node, tolerance, seed = job
+    sizes = (num_experts, expert_parallel_size)
+    rows = [0, 0]
+    with threadpool_limits(1, "blas"):
+        for fit_part, other in _halves(window.shape[1]):
+            seen, unseen = window[:, fit_part], window[:, other]
+            for index, evidence in enumerate((None, seen[:-1])):
+                fitted = fit_layer(seen[-1], *sizes, ranks_per_node, tolerance, seed, 1, evidence)
+                rows[index] += rows_when_shuffled(seen, unseen, fitted, *sizes)
+    return tuple(rows)
+
+
+def _halves(num_tokens: int) -> tuple[tuple[slice, slice], ...]:
+    """(to fit on, held out), either way round."""
+    first, second = slice(None, num_tokens // 2), slice(num_tokens // 2, None)
+    return (first, second), (second, first)
+
+
 def _held_out_gain(top_indices: np.ndarray, contiguous: np.ndarray, run) -> tuple[float, float]:
     """Gain over contiguous of fits to one half, on the other half: (rows per assignment, standard errors).
 
@@ -247,8 +292,8 @@ def _held_out_gain(top_indices: np.ndarray, contiguous: np.ndarray, run) -> tupl
     if half < 2:
         return 0.0, 0.0
     blocks = []
-    for fit_part, other in ((slice(None, half), slice(half, None)), (slice(half, None), slice(None, half))):
-        fitted = run(top_indices[fit_part])
+    for fit_part, other in _halves(len(top_indices)):
+        fitted = run(fit_part)
         tokens = top_indices[other]
         saved = ranks_per_token(tokens, contiguous) - ranks_per_token(tokens, fitted)
         size = max(1, min(_BLOCK_TOKENS, half // 8))

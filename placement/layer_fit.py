@@ -3,6 +3,7 @@
 import numpy as np
 
 from placement.co_selection import co_selection, expert_counts, incidence
+from placement.predictability import predictable_pairs
 from placement.rows import contiguous_expert_to_rank, load_ratio
 from placement.swap_search import LoadLimit, PairObjective, RowObjective, SumObjective, search
 
@@ -11,6 +12,7 @@ _VARIETY_BLOCK = 256
 _AGREEMENT_PARTS = {2: 8}
 _DEFAULT_AGREEMENT_PARTS = 4
 _AGREEMENT_POWER = 0.7
+_PREDICTABLE_WEIGHT = 8.0
 _LOAD_PARTS = 4
 _PART_SLACK = 0.25
 
@@ -85,6 +87,7 @@ def fit_layer(
     load_tolerance: float,
     seed: int = 0,
     num_starts: int | None = None,
+    evidence: np.ndarray | None = None,
 ) -> np.ndarray:
     """[tokens, topk] experts -> [num_experts] ranks, exactly num_experts / expert_parallel_size on each.
 
@@ -94,11 +97,17 @@ def fit_layer(
     Up to 32 experts the objective is the row count itself. Beyond, the tokens are too few for it: pairs are
     counted by `agreeing_pairs`; that is all for top-2, where pairs are rows; for more experts a token a
     second search gains on the sum of pairs and rows weighted by `variety_weights`.
+
+    `evidence`: [layers, tokens, topk] experts of the same tokens in the layers that token shuffling predicts
+    from. Where `uses_evidence`, pairs that are selected after the same experts count as well
+    (`predictable_pairs`, times 8).
     """
     topk = top_indices.shape[1]
     limit = load_limit(top_indices, num_experts, expert_parallel_size, load_tolerance)
     few = num_experts <= _FEW_EXPERTS
     matrix = co_selection(top_indices, num_experts) if few else agreeing_pairs(top_indices, num_experts)
+    if evidence is not None and uses_evidence(num_experts, topk):
+        matrix = matrix + _PREDICTABLE_WEIGHT * predictable_pairs(top_indices, evidence, num_experts)
     selected = weights = None
     if few or topk > 2:
         selected = incidence(top_indices, num_experts)
@@ -112,6 +121,11 @@ def fit_layer(
         if best_value is None or value > best_value:
             best, best_value = ranks, value
     return best
+
+
+def uses_evidence(num_experts: int, topk: int) -> bool:
+    """Whether `fit_layer` looks at the layers before: for top-2 of more than 32 experts."""
+    return topk == 2 and num_experts > _FEW_EXPERTS
 
 
 def _default_starts(num_experts: int, topk: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from placement.assignment import assign_owners, canonical_owners, locality
-from placement.rows import contiguous_expert_to_rank
+from placement.rows import contiguous_expert_to_rank, count_rows
 
 SINGLE_PRIOR = 5.0
 PAIR_PRIOR = 4.0
@@ -169,6 +169,28 @@ def _token_matrix(columns: np.ndarray, weights: np.ndarray, num_columns: int):
     return csr_matrix((weights, columns.reshape(-1), starts), shape=(tokens, num_columns))
 
 
+def window_of(top_indices: np.ndarray, index: int, layer_id) -> np.ndarray | None:
+    """Rows index - 2 .. index of [layers, tokens, topk]: what layer `index` is predicted from, and itself.
+
+    None for layers that are not predicted: the first two and MTP layers.
+    """
+    predicted = index >= 2 and layer_id.block == "decoder"
+    return top_indices[index - 2 : index + 1] if predicted else None
+
+
+def rows_when_shuffled(
+    fit_window: np.ndarray, window: np.ndarray, expert_to_rank, num_experts: int, num_ranks: int
+) -> int:
+    """Rows sent by `window` when its tokens move to owners predicted from `fit_window`: all but those at home.
+
+    Windows: [3, tokens, topk], see `window_of`; the tokens of `window` are one block.
+    """
+    tables = LayerTables(*_fit_tables(fit_window, 2, expert_to_rank, num_experts, num_ranks), 0.0, 0.0)
+    owners = owners_by_prediction(tables, window, 2)
+    at_home = (expert_to_rank[window[2]] == owners[:, None]).any(axis=1)
+    return count_rows(window[2], expert_to_rank) - int(at_home.sum())
+
+
 def fit_tables(top_indices: np.ndarray, placement, num_workers: int = 1) -> list[LayerTables | None]:
     """Tables for the layers of a placement fitted on the same [layers, tokens, topk].
 
@@ -177,10 +199,9 @@ def fit_tables(top_indices: np.ndarray, placement, num_workers: int = 1) -> list
     """
     jobs = []
     for index, layer in enumerate(placement.layers):
-        predictable = index >= 2 and layer.layer_id.block == "decoder"
-        window = top_indices[index - 2 : index + 1]
+        window = window_of(top_indices, index, layer.layer_id)
         sizes = (placement.num_experts, placement.expert_parallel_size)
-        jobs.append((window, placement.expert_to_rank(index), *sizes) if predictable else None)
+        jobs.append(None if window is None else (window, placement.expert_to_rank(index), *sizes))
     if num_workers <= 1:
         return [_fit_job(job) for job in jobs]
     with ProcessPoolExecutor(num_workers, mp_context=get_context("fork")) as pool:

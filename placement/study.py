@@ -39,7 +39,7 @@ def study(arrays: dict, num_ranks: int, num_workers: int = 2) -> dict:
 
     def measure(fit_tokens, unseen):
         placement = fit_layers(
-            fit_tokens, num_ranks, num_experts=num_experts, num_workers=num_workers
+            fit_tokens, num_ranks, num_experts=num_experts, num_workers=num_workers, for_shuffling=True
         ).placement
         removed = [rows_removed(t, placement.expert_to_rank(i)) for i, t in enumerate(unseen)]
         counter = LocalityCounter(placement, fit_tables(fit_tokens, placement, num_workers))

@@ -175,6 +175,7 @@ class MoEFeature(Feature):
                 expert_parallel_size=self._ep_size,
                 ranks_per_node=self._ranks_per_node,
                 load_tolerance=config.placement_load_tolerance,
+                for_shuffling=config.token_shuffle,
             )
 
         schedule = FitSchedule(first, interval)

@@ -17,7 +17,10 @@ from placement.rows import contiguous_expert_to_rank, count_rows
 
 @dataclass(frozen=True)
 class FitRequest:
-    """What a fit needs besides tokens. `maps`: the placement in force, [layers][E]."""
+    """What a fit needs besides tokens. `maps`: the placement in force, [layers][E].
+
+    for_shuffling: whether tables for token shuffling will be fitted for the placement.
+    """
 
     layer_ids: list[list]
     maps: list[list[int]]
@@ -25,6 +28,7 @@ class FitRequest:
     expert_parallel_size: int
     ranks_per_node: int
     load_tolerance: float
+    for_shuffling: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ def solve(tokens: np.ndarray, held_out: np.ndarray, request: FitRequest) -> FitA
             request.load_tolerance,
             num_experts=request.num_experts,
             layer_ids=[LayerId(*parts) for parts in request.layer_ids],
+            for_shuffling=request.for_shuffling,
         )
     except NoGainError as error:
         return FitAnswer([], [], [], str(error))

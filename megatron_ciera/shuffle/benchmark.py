@@ -116,7 +116,9 @@ def _start(backend: str) -> torch.device:
 
 def _fit(options, tokens: np.ndarray, ranks: int) -> tuple[np.ndarray, list[LayerTables | None]]:
     fitted = tokens[:, : options.fit_tokens]
-    placement = fit_layers(fitted, ranks, ranks, num_experts=options.num_experts).placement
+    placement = fit_layers(
+        fitted, ranks, ranks, num_experts=options.num_experts, for_shuffling=True
+    ).placement
     return np.stack([layer.physical_to_logical_map for layer in placement.layers]), fit_tables(
         fitted, placement
     )

@@ -1,6 +1,7 @@
 """When a run fits, what it fits from, whether a move repays, and how few experts move."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megatron_ciera.moe.recorder import RouteRecorder
 from megatron_ciera.moe.refit import MoveCost, Refit, worthwhile
 from megatron_ciera.moe.schedule import FitSchedule
 from placement.file import DECODER, LayerId
+from placement.fit import NoGainError
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,20 @@ def test_fit_in_a_process_of_its_own():
     assert answer.rows_before == [2.0, 2.0] and answer.num_tokens == 512
     assert max(answer.rows_after) < 1.2
     assert answer == fit_process.solve(coupled_tokens(512, 0), coupled_tokens(512, 1), REQUEST)
+
+
+def test_a_fit_serves_shuffling_only_where_tables_will_be_fitted(monkeypatch):
+    asked = []
+
+    def refuse(*arguments, for_shuffling, **options):
+        asked.append(for_shuffling)
+        raise NoGainError("asked")
+
+    monkeypatch.setattr(fit_process, "fit", refuse)
+    tokens = coupled_tokens(64, 0)
+    for request in (REQUEST, replace(REQUEST, for_shuffling=True)):
+        assert fit_process.solve(tokens, tokens, request).failure == "asked"
+    assert asked == [False, True]
 
 
 def test_a_fit_without_gain_says_so():

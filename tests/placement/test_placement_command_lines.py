@@ -53,6 +53,19 @@ def test_fit_and_evaluate_json(npz, tmp_path, capsys):
     assert report["rows_removed"] == pytest.approx(np.mean([e["rows_removed"] for e in report["layers"]]))
 
 
+def test_rows_only_leaves_shuffling_out(npz, tmp_path, monkeypatch):
+    asked, fit_layers_itself = [], cli_fit.fit_layers
+
+    def fit_layers(*arguments, for_shuffling, **options):
+        asked.append(for_shuffling)
+        return fit_layers_itself(*arguments, for_shuffling=for_shuffling, **options)
+
+    monkeypatch.setattr(cli_fit, "fit_layers", fit_layers)
+    options = [npz, "--expert-parallel-size", 4, "--num-tokens", 512, "--output", tmp_path / "p.json"]
+    assert fit(*options) == fit(*options, "--rows-only") == 0
+    assert asked == [True, False]
+
+
 def test_scripts_run_from_a_clone(npz, tmp_path):
     output = tmp_path / "p.json"
     command = [sys.executable, SCRIPTS / "fit_placement.py", npz, "--expert-parallel-size", "4"]
