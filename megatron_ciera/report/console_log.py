@@ -115,6 +115,11 @@ def is_from_megatron(text: str) -> bool:
     return "megatron" in text or _ITERATION.search(text) is not None
 
 
+def has_iterations(text: str) -> bool:
+    """Whether a log has a whole line of Megatron's with an iteration; stops at the first."""
+    return _ITERATION.search(text[: text.rfind("\n") + 1]) is not None
+
+
 def _number(text: str) -> float | None:
     words = text.split()
     try:
