@@ -24,13 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from _runs import LINKS, LOCAL, LOCAL_LAYERS, SCRIPTS, launch, result_of, train
+from _runs import LINKS, LOCAL, SCRIPTS, launch, result_of, train
 from megatron_ciera.cluster import Link
 from megatron_ciera.comparison import compare
 from megatron_ciera.simulator.features import parse_features, rates_at
 from megatron_ciera.simulator.hardware import hardware
 from megatron_ciera.simulator.job import job_from_config
 from megatron_ciera.simulator.project import Assumptions, project
+from megatron_ciera.transformer_engine import LOCAL_LAYERS
 from megatron_ciera.yaml_config import load_config
 from placement.file import DECODER, LayerId, LayerPlacement, Placement
 
