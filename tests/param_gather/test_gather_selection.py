@@ -7,7 +7,12 @@ from megatron_ciera.param_gather import decider as decider_module
 from megatron_ciera.param_gather.bucket import RAW
 from megatron_ciera.param_gather.decider import Policy
 from megatron_ciera.param_gather.layout import Run, cut_bucket, piece_lengths
-from megatron_ciera.param_gather.pieces import choose_piece_values, wave_counts
+from megatron_ciera.param_gather.pieces import (
+    EXPECTED_RATIO,
+    choose_piece_values,
+    predict_seconds,
+    wave_counts,
+)
 from megatron_ciera.param_gather.selection import (
     ClassStats,
     Costs,
@@ -57,11 +62,23 @@ def test_pieces_are_few_where_a_gather_takes_long_to_start_and_more_where_coding
         link = Curve((1e4, 1e9), (latency, latency + 1e9 / 25e9))
         codec = Curve((1e4, 1e9), (5e-5, 5e-5 + 2e9 / (codec_gb_s * 1e9)))
         measured = Costs(link, dict.fromkeys(CODECS, codec), dict.fromkeys(CODECS, codec), 1e-4, True)
-        values = choose_piece_values(1 << 27, 1 << 27, 2, 2, "delta", measured, 2)
+        values = choose_piece_values(1 << 27, 1 << 27, 2, 2, "delta", measured, 2, 2)
         return len(piece_lengths(1 << 27, values))
 
     assert pieces(1e-2, 1000) == 1
     assert 3 <= pieces(1e-4, 1000) < pieces(2e-5, 100)
+
+
+@pytest.mark.parametrize("num_slots, wanted", [(1, 10.0), (2, 8.0), (3, 8.0)])
+def test_receive_buffers_let_the_wire_run_beside_the_decoder(num_slots, wanted):
+    """Three pieces, 1 s to encode, 2 s on the wire and 1 s to decode; what issues them takes nothing."""
+
+    def seconds(each: float) -> Curve:
+        return Curve((0.0, 1.0), (0.0, each))
+
+    measured = Costs(seconds(2.0), {"delta": seconds(1.0)}, {"delta": seconds(1.0)}, 0.0, True)
+    lengths, ranks, itemsize = [1, 1, 1], 2, 1 / EXPECTED_RATIO["delta"]
+    assert predict_seconds(lengths, itemsize, ranks, "delta", measured, num_slots, 1) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("wave_pieces, wanted", [(1, [1, 1, 1, 1, 1]), (2, [1, 2, 2]), (4, [1, 2, 2])])
