@@ -31,7 +31,7 @@ class ClassRow:
 
 
 @dataclass
-class Decision:
+class PrintedDecision:
     """What selection decided for one group of buckets; `unit` of the gains: us or KB."""
 
     group: str
@@ -49,7 +49,7 @@ class ConsoleLog:
     losses: dict[str, Series] = field(default_factory=dict)
     values: dict[str, Series] = field(default_factory=dict)
     metrics: dict[str, Series] = field(default_factory=dict)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[PrintedDecision] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 
     def read(self, text: str) -> None:
@@ -96,7 +96,7 @@ class ConsoleLog:
 
     def _read_message(self, message: str, last: int | None) -> None:
         if found := _SELECTION.match(message):
-            self.decisions.append(Decision(found[1], last))
+            self.decisions.append(PrintedDecision(found[1], last))
         elif found := _ROW.match(message):
             kind, segments, compressed, exponents, blocks, ratio, gain, codec = found.groups()
             shares = float(exponents) / 100, float(blocks) / 100

@@ -14,7 +14,7 @@ from megatron_ciera.param_gather.decider import Decider, Policy
 from megatron_ciera.param_gather.exchange import Exchange
 from megatron_ciera.param_gather.group import Round, ShardGroup, Tuning
 from megatron_ciera.param_gather.lanes import make_lanes
-from megatron_ciera.param_gather.layout import Run
+from megatron_ciera.param_gather.layout import ClassRun
 from megatron_ciera.param_gather.ledger import Ledger
 from megatron_ciera.param_gather.transfer import Ring
 
@@ -47,7 +47,7 @@ class Model:
     def __init__(
         self,
         sizes: list[int],
-        runs: list[list[Run]],
+        runs: list[list[ClassRun]],
         dtype=torch.bfloat16,
         codec: str | Callable = "delta",
         warmup: int = 1,

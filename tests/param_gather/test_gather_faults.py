@@ -5,10 +5,10 @@ import pytest
 from megatron_ciera.errors import ConfigurationError
 from megatron_ciera.param_gather import codec_choice
 from megatron_ciera.param_gather.errors import ParamGatherError
-from megatron_ciera.param_gather.layout import Run
+from megatron_ciera.param_gather.layout import ClassRun
 from tests.param_gather.gather_world import Model, run_world
 
-RUNS = [[Run(0, 40960, "expert")], [Run(0, 30000, "attention"), Run(30016, 40960, "expert")]]
+RUNS = [[ClassRun(0, 40960, "expert")], [ClassRun(0, 30000, "attention"), ClassRun(30016, 40960, "expert")]]
 SIZES = [40960, 40960]
 
 

@@ -6,7 +6,7 @@ import torch
 from megatron_ciera.param_gather import decider as decider_module
 from megatron_ciera.param_gather.bucket import RAW
 from megatron_ciera.param_gather.decider import Policy
-from megatron_ciera.param_gather.layout import Run, cut_bucket, piece_lengths
+from megatron_ciera.param_gather.layout import ClassRun, cut_bucket, piece_lengths
 from megatron_ciera.param_gather.pieces import (
     EXPECTED_RATIO,
     choose_piece_values,
@@ -25,7 +25,7 @@ from megatron_ciera.param_gather.selection import (
 )
 from tests.param_gather.gather_world import Model, run_world
 
-RUNS = [Run(0, 1 << 20, "expert"), Run(1 << 20, 1 << 21, "norm")]
+RUNS = [ClassRun(0, 1 << 20, "expert"), ClassRun(1 << 20, 1 << 21, "norm")]
 PIECES = cut_bucket(1 << 21, 2, RUNS, 1 << 30)
 EXPERT, NORM = PIECES[0].segments[0][0], PIECES[0].segments[1][0]
 CODECS = ("delta", "exponent-reuse")
@@ -116,7 +116,11 @@ def test_gains_that_do_not_pay_for_the_exchange_leave_all_raw():
 
 
 def test_budget_is_kept_on_each_rank_by_gain_per_byte():
-    runs = [Run(0, 1 << 19, "norm"), Run(1 << 19, 1 << 20, "expert"), Run(1 << 20, 1 << 21, "expert")]
+    runs = [
+        ClassRun(0, 1 << 19, "norm"),
+        ClassRun(1 << 19, 1 << 20, "expert"),
+        ClassRun(1 << 20, 1 << 21, "expert"),
+    ]
     pieces = cut_bucket(1 << 21, 2, runs, 1 << 30)
     measured = gains(pieces, STATS, ("delta",), 2, None)
     state = {("delta", 1 << 19): 1 << 20, ("delta", 1 << 20): 1 << 21}
@@ -144,7 +148,7 @@ def test_table_names_class_rate_ratio_and_codec():
 
 
 COUNTS = [128 * 2 * 301, 128 * 2 * 97]
-SPLIT = [[Run(0, count // 2, "expert"), Run(count // 2, count, "embedding")] for count in COUNTS]
+SPLIT = [[ClassRun(0, count // 2, "expert"), ClassRun(count // 2, count, "embedding")] for count in COUNTS]
 
 
 def _policy(budget=None, codecs=CODECS, select=True) -> Policy:
