@@ -102,3 +102,8 @@ def timers(text: str) -> dict[str, float]:
     for name, worst in re.findall(r"^\s+([a-z-]+) \.+: \([\d.]+, ([\d.]+)\)", text, re.M):
         found.setdefault(name, []).append(float(worst))
     return {name: statistics.median(values[len(values) // 2 :]) for name, values in found.items()}
+
+
+def slug(text: str) -> str:
+    """`text` as a file's name."""
+    return "_".join("".join(c if c.isalnum() else " " for c in text).split())
