@@ -1,5 +1,7 @@
 """Selection: gains, budgets and decisions, as pure arithmetic and in a running group."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -157,7 +159,11 @@ def _policy(budget=None, codecs=CODECS, select=True) -> Policy:
 
 def _auto(rank):
     """Learning rate falls from one at which delta does not pay to one at which it does."""
-    decider_module.PROBE_INTERVAL = 4
+    with patch.object(decider_module, "PROBE_INTERVAL", 4):
+        return _falling_rate()
+
+
+def _falling_rate():
     model = Model(COUNTS, SPLIT, codec=RAW, warmup=2, policy=_policy(codecs=("delta",)))
     seen = []
     for step in range(1, 14):
