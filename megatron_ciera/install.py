@@ -8,7 +8,7 @@ import argparse
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_ciera import flags, observe, transformer_engine, validation, yaml_config
 from megatron_ciera.errors import ConfigurationError, exit_with
@@ -20,12 +20,19 @@ DISABLE = "MEGATRON_CIERA_DISABLE"
 SUPPORTED = ((0, 19), (0, 20))
 
 
-def install(run_config: yaml_config.RunConfig | None = None, complete_argv: Callable | None = None) -> None:
+def install(
+    run_config: yaml_config.RunConfig | None = None,
+    complete_argv: Callable | None = None,
+    in_front: Sequence[Feature] = (),
+) -> None:
     """Adds our flags to Megatron's parser and arranges for features to be attached once they are parsed.
+
+    Once per process: later calls change nothing.
 
     Args:
         run_config: parsed `--config` file, expanded in front of the command line when Megatron parses it.
         complete_argv: takes and returns a command line; called last (the CPU layer adds what gloo needs).
+        in_front: features of the caller's own, called before those that the flags ask for, and without any flag.
 
     Raises:
         ConfigurationError: Megatron is missing, or its version is not supported.
@@ -44,7 +51,7 @@ def install(run_config: yaml_config.RunConfig | None = None, complete_argv: Call
         arguments,
         "validate_args",
         ("args", "defaults"),
-        lambda original: _with_validation(original, run_config.cluster if run_config else None),
+        lambda original: _with_validation(original, run_config.cluster if run_config else None, in_front),
     )
 
 
@@ -121,22 +128,22 @@ def _our_option_strings() -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-def _with_validation(original, cluster):
+def _with_validation(original, cluster, in_front):
     def validate_args(args, defaults=None):
         defaults = {} if defaults is None else defaults
         if _disabled() or getattr(args, "yaml_cfg", None) is not None:
-            _attach(args, CieraConfig(), disabled=True)
+            _attach(args, CieraConfig(), in_front, disabled=True)
             return original(args, defaults)
         ours = flags.given_flags(args)
         if not ours:
-            _attach(args, CieraConfig())
+            _attach(args, CieraConfig(), in_front)
             return original(args, defaults)
         try:
             validation.before_megatron(args)
             transformer_engine.check(args, _has_transformer_engine())
             validated = _megatron_validation(original, args, defaults)
             validation.after_megatron(args)
-            _attach(args, flags.config_from_args(args, cluster))
+            _attach(args, flags.config_from_args(args, cluster), in_front)
         except ConfigurationError as error:
             exit_with(error)
         return validated
@@ -193,9 +200,9 @@ def _disabled() -> bool:
     return value == "1"
 
 
-def _attach(args, config: CieraConfig, disabled: bool = False) -> None:
+def _attach(args, config: CieraConfig, in_front: Sequence[Feature], disabled: bool = False) -> None:
     """Wraps the functions that `pretrain` looks up, if there is a feature to call or a run to observe."""
-    features = _features(config)
+    features = [*in_front, *_features(config)]
     folder = observe.folder()
     if not features and folder is None:
         if disabled and _rank() == 0 and _disabled():

@@ -7,10 +7,12 @@ Megatron is imported, our seams go in before the user's script imports names fro
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ciera import yaml_config
 from megatron_ciera.errors import ConfigurationError, exit_with
+from megatron_ciera.feature import Feature
 
 _USAGE = """usage: torchrun … -m megatron_ciera path/to/pretrain_gpt.py [--config configs/X.yaml] <Megatron flags> \
 [--ciera] [--correlated-placement] …
@@ -38,11 +40,15 @@ def main(argv: list[str] | None = None) -> None:
         exit_with(error)
 
 
-def prepare() -> None:
+def prepare(in_front: Sequence[Feature] = ()) -> None:
     """Makes this process ready to run a Megatron training script with our flags.
 
     Takes `--config` off `sys.argv`, installs the CPU layer where there is no GPU, checks Megatron's version and
-    puts our seams in. Ends the process with a message if the environment or the command line cannot work.
+    puts our seams in. Ends the process with a message if the environment or the command line cannot work. A script
+    that prepares by itself may be imported afterwards.
+
+    Args:
+        in_front: features of the caller's own (feature.py), called at every point of the run before ours.
     """
     try:
         config_path, sys.argv[1:] = yaml_config.take_config_flag(sys.argv[1:])
@@ -56,7 +62,7 @@ def prepare() -> None:
             complete_argv = _cpu_defaults
         from megatron_ciera import compat, install
 
-        install.install(run_config, complete_argv)
+        install.install(run_config, complete_argv, in_front)
         compat.install()
         if complete_argv:
             cpu.install_megatron_patches()

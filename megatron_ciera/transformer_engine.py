@@ -2,6 +2,12 @@
 
 from megatron_ciera.errors import refuse
 
+# Flags of a run without it: Megatron's local layer spec, and none of the CUDA extensions.
+LOCAL_LAYERS = (
+    *("--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
+    *("--no-masked-softmax-fusion", "--no-rope-fusion"),
+)
+
 _INSTALL = "Install it: scripts/install_transformer_engine.sh"
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from megatron_ciera import observe
+from megatron_ciera.transformer_engine import LOCAL_LAYERS
 
 SCRIPTS = Path(__file__).resolve().parent
 TRAIN = str(SCRIPTS / "pretrain_gpt.py")
@@ -23,21 +24,17 @@ LINKS = {
         **{"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
     },
 }
-# What Megatron needs without Transformer Engine, and flags of models made here.
-LOCAL_LAYERS = (
-    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--no-rope-fusion"
-).split()
-LOCAL = (
-    LOCAL_LAYERS
-    + (
+# Flags of models made here, without Transformer Engine.
+LOCAL = [
+    *LOCAL_LAYERS,
+    *(
         "--attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope --normalization "
         "RMSNorm --swiglu --disable-bias-linear --tokenizer-type NullTokenizer --mock-data --num-workers 0 "
         "--eval-iters 0 --eval-interval 100000 --bf16 --use-distributed-optimizer --lr-decay-style cosine "
         "--weight-decay 0.1 --clip-grad 1.0 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
         "--log-interval 1"
-    ).split()
-)
+    ).split(),
+]
 
 
 def launch(words: list[str], gpus: int, log: Path, environment: dict, timeout: float | None = None):
@@ -105,3 +102,8 @@ def timers(text: str) -> dict[str, float]:
     for name, worst in re.findall(r"^\s+([a-z-]+) \.+: \([\d.]+, ([\d.]+)\)", text, re.M):
         found.setdefault(name, []).append(float(worst))
     return {name: statistics.median(values[len(values) // 2 :]) for name, values in found.items()}
+
+
+def slug(text: str) -> str:
+    """`text` as a file's name."""
+    return "_".join("".join(c if c.isalnum() else " " for c in text).split())

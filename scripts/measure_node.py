@@ -15,83 +15,27 @@ Stages that are in report.json are kept when others are run later. Exit code 1 i
 import _path  # noqa: F401, I001
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from _runs import LINKS, LOCAL, LOCAL_LAYERS, SCRIPTS, launch, result_of, train
+from _node_parity import CIERA, PLACED, SHUFFLED, parity
+from _node_table import table
+from _runs import LINKS, SCRIPTS, launch, result_of, slug, train
 from megatron_ciera.cluster import Link
-from megatron_ciera.comparison import compare
 from megatron_ciera.simulator.features import parse_features, rates_at
 from megatron_ciera.simulator.hardware import hardware
 from megatron_ciera.simulator.job import job_from_config
 from megatron_ciera.simulator.project import Assumptions, project
+from megatron_ciera.transformer_engine import LOCAL_LAYERS
 from megatron_ciera.yaml_config import load_config
-from placement.file import DECODER, LayerId, LayerPlacement, Placement
 
 CONFIGS = SCRIPTS.parent / "configs"
 DEFAULT_CONFIGS = ("coupling_top6_tp1_ep8_h200_1n", "coupling_top6_tp8_ep8_h200_1n", "olmoe_1b_7b_h200_1n")
 # What a link of LINKS carries, GB/s and µs, measured between two H200s; --link-speeds replaces it.
 SPEEDS = {"nvlink": (272.0, 3.0), "shm": (25.0, 20.0), "socket": (7.5, 60.0)}
-CIERA = "--ciera --ciera-warmup-iters 4".split()
-CODED = [*CIERA, "--ciera-no-selection"]
-PLACED = "--correlated-placement --placement-fit-iteration 2".split()
-RANDOM = "--correlated-placement --placement-file {placement}".split()
-SHUFFLED = [*PLACED, "--token-shuffle"]
-
-# Layout of the parity model: flags for N processes, and runs in it: flags, what to compare with, what must be equal.
-# With experts moved the norm adds them in another order, and a rank holds others: then only losses are compared.
-PARITY = {
-    "DP = N": (
-        "",
-        {
-            "stock": ([], None, None),
-            "ciera": (CODED, "stock", "all"),
-            "ciera, overlap": (
-                [*CODED, "--overlap-grad-reduce", "--overlap-param-gather", "--ciera-verify-interval", "10"],
-                "stock",
-                "all",
-            ),
-        },
-    ),
-    "EP = N": (
-        "--expert-model-parallel-size {n} --clip-grad 0",
-        {
-            "stock": ([], None, None),
-            "dedup + ciera": (["--dedup-dispatch", *CODED], "stock", "all"),
-            "random placement": (RANDOM, "stock", "losses"),
-        },
-    ),
-    "EP = N/2, expert DP 2": (
-        "--expert-model-parallel-size {half} --clip-grad 0",
-        {
-            "stock": ([], None, None),
-            "random placement": (RANDOM, "stock", "losses"),
-            "random placement + ciera": ([*RANDOM, *CODED], "random placement", "all"),
-        },
-    ),
-    "TP = EP = N": (
-        "--tensor-model-parallel-size {n} --sequence-parallel --expert-model-parallel-size {n} "
-        "--expert-tensor-parallel-size 1 --clip-grad 0",
-        {
-            "stock": ([], None, None),
-            "dedup": (["--dedup-dispatch"], "stock", "all"),
-            "shuffle": (SHUFFLED, None, None),
-            "shuffle + ciera": ([*SHUFFLED, *CODED], "shuffle", "all"),
-        },
-    ),
-}
-SMALL = (
-    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 8 --num-experts 16 "
-    "--moe-router-topk 2 --moe-ffn-hidden-size 256 --seq-length 256 --max-position-embeddings 256 --vocab-size 1023 "
-    "--micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 1000 --deterministic-mode"
-).split()
-SIZES = ("--num-layers", "--num-experts", "--moe-router-topk")
 
 # Runs of `steps`: the simulator's words, flags.
 STEPS = {
@@ -138,52 +82,6 @@ def variants(job):
             "shuffle" in words and job.tensor != job.expert
         ):
             yield name, (words, flags)
-
-
-def parity(options, folder: Path) -> list[dict]:
-    """Runs of one layout side by side; a line each."""
-    size = {"n": options.gpus, "half": options.gpus // 2}
-    files = {count: random_placement(folder, count) for count in size.values()}
-    lines = []
-    for layout, (words, runs) in PARITY.items():
-        if options.gpus < 4 and "N/2" in layout:
-            continue
-        common = [*LOCAL, *SMALL, *words.format(**size).split(), "--global-batch-size", str(2 * options.gpus)]
-        common += ["--train-iters", str(options.parity_iterations)]
-        places = {name: folder / slug(f"parity {layout} {name}") for name in runs}
-
-        placement = files[size["half" if "half" in words else "n"]]
-
-        def start(name, runs=runs, common=common, places=places, placement=placement):
-            environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-            flags = [*common, *(word.format(placement=placement) for word in runs[name][0])]
-            return train(places[name], options.gpus, flags, environment, options.limit)
-
-        with ThreadPoolExecutor(options.side_by_side) as pool:
-            found = dict(zip(runs, pool.map(start, runs), strict=True))
-        for name, (_, reference, wanted) in runs.items():
-            line = {"layout": layout, "run": name, "exit": found[name]["exit"], "against": reference}
-            line["passed"] = line["exit"] == 0 and (not reference or found[reference]["exit"] == 0)
-            if reference and line["passed"]:
-                difference = compare(places[reference], places[name])
-                line |= difference.as_dict() | {"wanted": wanted}
-                line["passed"] = difference.equal if wanted == "all" else difference.loss_max_abs_diff == 0.0
-                # NaN equals NaN there: two runs that diverged show nothing.
-                line["passed"] &= all(map(math.isfinite, found[name]["losses"].values()))
-            lines.append(line)
-            print(f"parity  {layout}: {name}: {'passed' if line['passed'] else 'FAILED'}", flush=True)
-    return lines
-
-
-def random_placement(folder: Path, expert_parallel: int) -> Path:
-    """A placement of the parity model's experts that a fit would not find, so that experts move for certain."""
-    layers, experts, topk = (int(SMALL[SMALL.index(name) + 1]) for name in SIZES)
-    rng = np.random.default_rng(expert_parallel)
-    maps = tuple(LayerPlacement(LayerId(DECODER, layer), rng.permutation(experts)) for layer in range(layers))
-    fit = {"tokens": 0, "source": "random", "iteration": 0}
-    path = folder / f"placement_{expert_parallel}.json"
-    Placement(experts, topk, expert_parallel, expert_parallel, maps, fit).save(path)
-    return path
 
 
 def gather(options, folder: Path) -> dict:
@@ -247,77 +145,6 @@ def steps(options, folder: Path) -> dict:
 
 def failed(text: str) -> dict:
     return {"failed": text[-2000:]}
-
-
-def slug(text: str) -> str:
-    return "_".join("".join(c if c.isalnum() else " " for c in text).split())
-
-
-def table(report: dict) -> list[str]:
-    """Markdown."""
-    lines = []
-    if "parity" in report:
-        lines += [
-            "",
-            "| layout | run | against | wanted equal | outcome |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        for line in report["parity"]:
-            outcome = "passed" if line["passed"] else f"FAILED: {line.get('first_difference', line['exit'])}"
-            lines.append(
-                f"| {line['layout']} | {line['run']} | {line['against'] or '-'} | {line.get('wanted', '-')} | "
-                f"{outcome} |"
-            )
-    if "gather" in report:
-        lines += [
-            "",
-            "| link | gather | speed-up | ms | raw ms | ratio |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-        for link, found in report["gather"].items():
-            for mode, m in found.get("modes", {}).items():
-                shown = m.get("unavailable") or (
-                    f"{m['speedup']:.2f} | {m['milliseconds']:.2f} | {m['raw_milliseconds']:.2f} | {m['ratio']:.3f}"
-                )
-                lines.append(f"| {link} | {mode} | {shown} |")
-            if "failed" in found:
-                lines.append(f"| {link} | FAILED: {found['failed'].splitlines()[-1]} |")
-    for stage in ("dispatch", "shuffle"):
-        for trace, links in report.get(stage, {}).items():
-            for link, found in links.items():
-                lines += [
-                    "",
-                    f"{stage}, {trace}, {link}:",
-                    "",
-                    "```",
-                    json.dumps(found, indent=1)[:4000],
-                    "```",
-                ]
-    if "steps" in report:
-        lines += [
-            "",
-            "| config | link | run | ms | of stock | predicted ms | of stock | peak GB |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]
-        for config, links in report["steps"].items():
-            for link, runs in links.items():
-                said = report["predict"][config][link]
-                for name, run in runs.items():
-                    lines.append(
-                        f"| {config} | {link} | {name} | {milliseconds(run['seconds'])} | "
-                        f"{share(run['seconds'], runs['stock']['seconds'])} | {milliseconds(said[name])} | "
-                        f"{share(said[name], said['stock'])} | "
-                        f"{'-' if run['peak_bytes'] is None else format(run['peak_bytes'] / 1e9, '.1f')} |"
-                    )
-    return lines
-
-
-def milliseconds(seconds: float | None) -> str:
-    return "FAILED" if seconds is None else f"{1e3 * seconds:.1f}"
-
-
-def share(seconds: float | None, of: float | None) -> str:
-    return "-" if seconds is None or of is None else f"{seconds / of:.2f}"
 
 
 STAGES = {"parity": parity, "gather": gather, "dispatch": dispatch, "shuffle": shuffle, "steps": steps}

@@ -5,6 +5,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ciera.errors import refuse
+from megatron_ciera.transformer_engine import LOCAL_LAYERS
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,8 @@ class _Default:
 _DEFAULTS = (
     # NCCL has no CPU tensors.
     _Default("--distributed-backend", "gloo"),
-    # Without Transformer Engine: the local layer spec, and none of the CUDA extensions.
-    _Default("--transformer-impl", "local"),
-    _Default("--no-gradient-accumulation-fusion"),
-    _Default("--no-persist-layer-norm"),
-    _Default("--no-masked-softmax-fusion"),
-    _Default("--no-rope-fusion"),
+    _Default(*LOCAL_LAYERS[:2]),
+    *(_Default(switch) for switch in LOCAL_LAYERS[2:]),
     # Megatron's default strategy needs nvidia-resiliency-ext.
     _Default("--async-strategy", "mcore", only_with="--async-save"),
 )

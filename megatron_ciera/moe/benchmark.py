@@ -86,7 +86,7 @@ def _count(options, tokens: np.ndarray, name: str) -> dict:
     for size in options.count:
         per_node = min(options.ranks_per_node, size)
         fitted = replay.fitted_maps(tokens[:, : options.fit_tokens], options.num_experts, size, per_node)
-        cost = traffic.Cost(2 * options.hidden_size, 4, tag_dtype(options.num_experts // size).itemsize)
+        cost = traffic.RowBytes(2 * options.hidden_size, 4, tag_dtype(options.num_experts // size).itemsize)
         entry = {"expert_parallel_size": size, "ranks_per_node": per_node}
         for placement, maps in (("contiguous", contiguous), ("correlated", fitted)):
             entry[placement] = traffic.counted(unseen, maps, size, per_node, cost)

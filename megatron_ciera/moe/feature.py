@@ -70,7 +70,7 @@ class MoEFeature(Feature):
             found = stored.read_stored(get_args())
             if found is not None:
                 remainders = keeps_remainders(get_args())
-                stored.check_loadable(found, self.config.correlated_placement, remainders)
+                stored.check_loadable(found, self.config.correlated_placement, self._ep_size, remainders)
                 if self.placement is not None and found.placement is not None:
                     self._install_stored(found.placement, OptimizerState(optimizer))
         except ValueError as error:

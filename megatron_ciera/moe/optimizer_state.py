@@ -10,7 +10,7 @@ MASTER = "master"
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class StatePiece:
     """Values [start, stop) of the flat parameter. `states`: name -> flat tensor of stop - start values."""
 
     start: int
@@ -36,7 +36,7 @@ class OptimizerState:
                     for parameter in group["params"]:
                         self._whole[parameter] = part.optimizer
 
-    def piece(self, parameter: torch.nn.Parameter) -> Piece | None:
+    def piece(self, parameter: torch.nn.Parameter) -> StatePiece | None:
         """This rank's piece of `parameter`, or None. The views are valid until the optimizer is reloaded."""
         for part in self.optimizers:
             if isinstance(part, DistributedOptimizer) and parameter in part.model_param_group_index_map:
@@ -83,7 +83,7 @@ def _with_whole_numbers(original):
     return set_scaled_state
 
 
-def _piece(start, stop, held, inner, parameter) -> Piece:
+def _piece(start, stop, held, inner, parameter) -> StatePiece:
     states = {}
     own_storage = held.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
     if own_storage:
@@ -91,4 +91,4 @@ def _piece(start, stop, held, inner, parameter) -> Piece:
     for name, value in sorted(inner.state.get(held, {}).items()):
         if isinstance(value, torch.Tensor) and value.numel() == stop - start and value.dim() > 0:
             states[name] = value.view(-1)
-    return Piece(start, stop, states)
+    return StatePiece(start, stop, states)

@@ -17,18 +17,15 @@ PHYSICAL_FORMATS = ("dp_reshardable", "dp_zero_gather_scatter")
 class StoredCheckpoint:
     """What the checkpoint that will be loaded says. `placement` None: saved in contiguous placement.
 
+    expert_parallel_size: of the run that saved it.
     remainders: in the place of masters it holds what precision-aware FusedAdam keeps of them, see optimizer_state.
     """
 
     placement: Placement | None
     optimizer_format: str | None
     loads_optimizer: bool
+    expert_parallel_size: int
     remainders: bool = False
-
-    @property
-    def optimizer_by_slot(self) -> bool:
-        """Whether loading reads optimizer state that is stored by slot."""
-        return self.loads_optimizer and self.optimizer_format in PHYSICAL_FORMATS
 
 
 def read_stored(args) -> StoredCheckpoint | None:
@@ -38,7 +35,8 @@ def read_stored(args) -> StoredCheckpoint | None:
     """
     from megatron.training import checkpointing
 
-    for load in (args.load, getattr(args, "pretrained_checkpoint", None)):
+    pretrained = getattr(args, "pretrained_checkpoint", None)
+    for load, finetunes in ((args.load, args.finetune), (pretrained, True)):
         if load is None or not checkpointing.checkpoint_exists(load):
             continue
         state, _, release, _ = checkpointing._load_base_checkpoint(load, args, rank0=True)
@@ -50,8 +48,9 @@ def read_stored(args) -> StoredCheckpoint | None:
             placement=None if document is None else Placement.from_document(document),
             optimizer_format=_optimizer_format(state, stored_args),
             loads_optimizer=not (
-                release or args.finetune or args.no_load_optim or getattr(stored_args, "no_save_optim", False)
+                release or finetunes or args.no_load_optim or getattr(stored_args, "no_save_optim", False)
             ),
+            expert_parallel_size=getattr(stored_args, "expert_model_parallel_size", 1),
             remainders=keeps_remainders(stored_args),
         )
     return None
@@ -68,33 +67,59 @@ def _optimizer_format(state: dict, stored_args) -> str | None:
     return UNREADABLE_FORMAT if parallel else "dp_zero_gather_scatter"
 
 
-def check_loadable(stored: StoredCheckpoint, applies_placement: bool, remainders: bool = False) -> None:
+def check_loadable(
+    stored: StoredCheckpoint, applies_placement: bool, expert_parallel_size: int, remainders: bool = False
+) -> None:
     """Checks the optimizer's format, before anything but the common state was read.
 
     Args:
+        expert_parallel_size: of this run.
         remainders: whether this run's optimizer keeps remainders in the place of masters.
 
     Raises:
-        ValueError: Megatron could not read the format, a run without placement would read optimizer state
-            stored under one, or masters would be taken for remainders or the other way round.
+        ValueError: Megatron could not read the format, state by slot would reach other experts (this run has
+            other slots, or takes no placement), or masters would be taken for remainders or the other way round.
     """
-    if stored.loads_optimizer and stored.remainders != remainders:
+    if not stored.loads_optimizer:
+        return
+    if stored.remainders != remainders:
         kept = ("whole fp32 masters", "their low 16 bits (--use-precision-aware-optimizer)")
         raise ValueError(
             f"--load: the checkpoint's optimizer has {kept[stored.remainders]}, this run's {kept[remainders]}. "
             "Megatron would take one for the other: resume with the optimizer flags that it was saved with, or add "
             "--no-load-optim to take the weights alone."
         )
-    if stored.loads_optimizer and stored.optimizer_format == UNREADABLE_FORMAT:
+    if stored.optimizer_format == UNREADABLE_FORMAT:
         raise ValueError(
             f"--load: the checkpoint has the optimizer format {UNREADABLE_FORMAT}, needs fully_reshardable or "
             "dp_reshardable: Megatron-Core 0.19 does not read flattened tensors any more. Resume it with the "
             "Megatron that wrote it and save with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim "
             "to take the weights alone."
         )
-    if stored.placement is None or applies_placement or not stored.optimizer_by_slot:
+    if stored.optimizer_format in PHYSICAL_FORMATS:
+        _check_slots(stored, applies_placement, expert_parallel_size)
+
+
+def _check_slots(stored: StoredCheckpoint, applies_placement: bool, expert_parallel_size: int) -> None:
+    if stored.expert_parallel_size != expert_parallel_size:
+        # Where expert tensor parallelism makes up for it the sizes agree, and Megatron would read it in silence.
+        raise ValueError(
+            f"--expert-model-parallel-size: found {expert_parallel_size}, needs {stored.expert_parallel_size} as in "
+            f"the checkpoint of --load: its optimizer format {stored.optimizer_format} stores state by slot, and at "
+            "another size a slot holds another expert. Resume at the checkpoint's size (to change it, save there "
+            "once with --dist-ckpt-optim-fully-reshardable, which stores state by expert), or add --no-load-optim "
+            "to take the weights alone."
+        )
+    if stored.placement is None:
         return
-    if all(
+    if stored.placement.expert_parallel_size != stored.expert_parallel_size:
+        raise ValueError(
+            f"--load: the checkpoint's placement is for expert-parallel size "
+            f"{stored.placement.expert_parallel_size}, needs {stored.expert_parallel_size}, the size that it was "
+            f"saved at: its optimizer format {stored.optimizer_format} stores state by slot, and which expert a slot "
+            "held is not known. Add --no-load-optim to take the weights alone (they are stored by expert)."
+        )
+    if applies_placement or all(
         np.array_equal(layer.physical_to_logical_map, np.arange(stored.placement.num_experts))
         for layer in stored.placement.layers
     ):

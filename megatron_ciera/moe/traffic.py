@@ -8,7 +8,7 @@ from placement.rows import contiguous_expert_to_rank
 
 
 @dataclass(frozen=True)
-class Cost:
+class RowBytes:
     """Bytes of a hidden state, which travels out and back, and of what goes out with each assignment."""
 
     row: int
@@ -17,7 +17,7 @@ class Cost:
 
 
 def counted(
-    top_indices: np.ndarray, maps: np.ndarray, num_ranks: int, ranks_per_node: int, cost: Cost
+    top_indices: np.ndarray, maps: np.ndarray, num_ranks: int, ranks_per_node: int, cost: RowBytes
 ) -> dict[str, float]:
     """Means over layers and tokens of a forward pass, dispatch and combine.
 
@@ -40,7 +40,7 @@ def counted(
     return {key: float(value) / (layers * tokens) for key, value in totals.items()}
 
 
-def _layer(target: np.ndarray, source: np.ndarray, num_ranks: int, per_node: int, cost: Cost) -> dict:
+def _layer(target: np.ndarray, source: np.ndarray, num_ranks: int, per_node: int, cost: RowBytes) -> dict:
     assignments = {"rank": (target != source[:, None]).sum()}
     assignments["node"] = (target // per_node != source[:, None] // per_node).sum()
     token = np.arange(len(target))[:, None]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from megatron_ciera.feature import Feature
+from megatron_ciera.launch import prepare
 
 STOCK, DEDUP, PLACED, CORRELATED = "stock", "dedup", "dedup, contiguous placement", "dedup + correlated"
 WARMUP = 3
@@ -195,10 +196,7 @@ def main(argv: list[str]) -> int:
         ours += f" --correlated-placement --placement-refit-interval 0 --placement-fit-iteration {fit_at}"
         ours += f" --placement-fit-tokens {options.fit_tokens}"
     sys.argv = [sys.argv[0], *argv[split + 1 :], *ours.split()]
-    from megatron_ciera import install
-
-    with_moe = install._features
-    install._features = lambda config: [Rotation(options), *with_moe(config)]
+    prepare(in_front=[Rotation(options)])
     import pretrain_gpt  # beside scripts/bench_dispatch.py
 
     pretrain_gpt.main()

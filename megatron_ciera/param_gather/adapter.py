@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_ciera.param_gather.layout import Run, parameter_class
+from megatron_ciera.param_gather.layout import ClassRun, parameter_class
 from megatron_ciera.param_gather.transfer import Nothing
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -91,10 +91,10 @@ def uses_registered_buffers(model_chunks: list) -> bool:
     return any(getattr(ddp.ddp_config, "nccl_ub", False) for ddp in model_chunks)
 
 
-def parameter_runs(bucket, names: dict) -> list[Run]:
+def parameter_runs(bucket, names: dict) -> list[ClassRun]:
     """Where which class of parameters lies in a bucket."""
     return [
-        Run(start, end, parameter_class(names[param]))
+        ClassRun(start, end, parameter_class(names[param]))
         for param, (start, end) in bucket.param_to_index.items()
     ]
 

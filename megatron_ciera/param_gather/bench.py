@@ -21,7 +21,7 @@ from megatron_ciera.param_gather.decider import Decider, Policy
 from megatron_ciera.param_gather.exchange import Exchange
 from megatron_ciera.param_gather.group import Round, ShardGroup, Tuning
 from megatron_ciera.param_gather.lanes import Stopwatch, make_lanes
-from megatron_ciera.param_gather.layout import Run, parameter_class
+from megatron_ciera.param_gather.layout import ClassRun, parameter_class
 from megatron_ciera.param_gather.ledger import Ledger
 from megatron_ciera.param_gather.process_groups import make_own_groups
 from megatron_ciera.param_gather.transfer import Ring
@@ -59,11 +59,11 @@ def tile_shard(
     return torch.cat(parts)
 
 
-def shard_runs(step: dict[str, np.ndarray], num_values: int) -> list[Run]:
+def shard_runs(step: dict[str, np.ndarray], num_values: int) -> list[ClassRun]:
     """Where which class lies in such a shard."""
     total = sum(values.size for values in step.values())
     return [
-        Run(start, end, parameter_class(name))
+        ClassRun(start, end, parameter_class(name))
         for name, (start, end) in zip(step, _bounds(step, num_values, total), strict=True)
     ]
 
@@ -102,7 +102,7 @@ class Bench:
         self.steps = [[self._tiled(step, shard)] * num_buckets for step in steps]
         self.values = [part.clone() for part in self.steps[0]]
         self.runs = [
-            Run(run.start + rank * shard, run.end + rank * shard, run.kind)
+            ClassRun(run.start + rank * shard, run.end + rank * shard, run.kind)
             for rank in range(self.size)
             for run in shard_runs(steps[0], shard)
         ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ciera.param_gather.codec import Codec, as_words, new_flags
-from megatron_ciera.param_gather.layout import Piece, Run, Segment, cut_bucket
+from megatron_ciera.param_gather.layout import ClassRun, Piece, Segment, cut_bucket
 
 RAW = ""  # the codec of a segment that is sent as it is
 _ALIGN = 16
@@ -68,7 +68,7 @@ class GatherBucket:
         values: torch.Tensor,
         rank: int,
         size: int,
-        runs: Sequence[Run],
+        runs: Sequence[ClassRun],
         codecs: dict[str, Codec],
         piece_values: int,
         first_slot: int,

@@ -29,9 +29,8 @@ def plan_pieces(
     costs = measure_costs(group, exchange_group, codecs, largest_shard, dtype, overlap)
     if not overlap or size == 1:
         return costs, most
-    return costs, choose_piece_values(
-        largest_shard, most, itemsize, size, next(iter(codecs)), costs, tuning.wave_pieces
-    )
+    sizes = largest_shard, most, itemsize, size
+    return costs, choose_piece_values(*sizes, next(iter(codecs)), costs, tuning.num_slots, tuning.wave_pieces)
 
 
 def has_nccl(group) -> bool:

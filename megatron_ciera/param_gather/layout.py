@@ -29,7 +29,7 @@ _PATTERNS = (
 
 
 @dataclass(frozen=True)
-class Run:
+class ClassRun:
     """Values `start` to `end` of a bucket hold a parameter of class `kind`."""
 
     start: int
@@ -66,7 +66,7 @@ def parameter_class(name: str) -> str:
 
 
 def cut_bucket(
-    num_values: int, group_size: int, runs: Iterable[Run], piece_values: int, bucket: int = 0
+    num_values: int, group_size: int, runs: Iterable[ClassRun], piece_values: int, bucket: int = 0
 ) -> tuple[Piece, ...]:
     """Cuts a bucket into pieces of at most `piece_values` values a rank, and those into segments.
 
@@ -115,20 +115,20 @@ def _cut(shard: int, count: int, unit: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _fill(runs: Sequence[Run], num_values: int) -> list[Run]:
+def _fill(runs: Sequence[ClassRun], num_values: int) -> list[ClassRun]:
     """Runs without gaps, neighbours of one class joined."""
     starts = [0] + [run.start for run in runs[1:]] + [num_values]
-    filled: list[Run] = []
+    filled: list[ClassRun] = []
     for run, start, end in zip(runs, starts, starts[1:], strict=False):
         if filled and filled[-1].kind == run.kind:
-            filled[-1] = Run(filled[-1].start, end, run.kind)
+            filled[-1] = ClassRun(filled[-1].start, end, run.kind)
         else:
-            filled.append(Run(start, end, run.kind))
-    return filled or [Run(0, num_values, "other")]
+            filled.append(ClassRun(start, end, run.kind))
+    return filled or [ClassRun(0, num_values, "other")]
 
 
 def _segments(
-    kinds: Sequence[Run], bucket: int, owner: int, shard_start: int, start: int, length: int
+    kinds: Sequence[ClassRun], bucket: int, owner: int, shard_start: int, start: int, length: int
 ) -> list[Segment]:
     first, last = shard_start + start, shard_start + start + length
     parts = [

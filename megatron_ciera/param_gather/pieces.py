@@ -14,15 +14,25 @@ _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def choose_piece_values(
-    shard: int, most: int, itemsize: int, ranks: int, codec: str, costs: Costs, wave_pieces: int
+    shard: int,
+    most: int,
+    itemsize: int,
+    ranks: int,
+    codec: str,
+    costs: Costs,
+    num_slots: int,
+    wave_pieces: int,
 ) -> int:
-    """The upper limit of a piece's values, at most `most`, that makes a bucket of `shard` values a rank fastest."""
+    """The upper limit of a piece's values, at most `most`, that makes a bucket of `shard` values a rank fastest.
+
+    num_slots, wave_pieces: as in group.Tuning.
+    """
     least = -(-shard // most)
     candidates = [-(-shard // count) for count in dict.fromkeys([least, *(c for c in _COUNTS if c > least)])]
     return min(
         candidates,
         key=lambda values: predict_seconds(
-            piece_lengths(shard, values), itemsize, ranks, codec, costs, wave_pieces
+            piece_lengths(shard, values), itemsize, ranks, codec, costs, num_slots, wave_pieces
         ),
     )
 
@@ -41,11 +51,18 @@ def wave_counts(lengths: Sequence[int], wave_pieces: int) -> Iterator[int]:
 
 
 def predict_seconds(
-    lengths: Sequence[int], itemsize: int, ranks: int, codec: str, costs: Costs, wave_pieces: int
+    lengths: Sequence[int],
+    itemsize: int,
+    ranks: int,
+    codec: str,
+    costs: Costs,
+    num_slots: int,
+    wave_pieces: int,
 ) -> float:
     """From the first encoding to the last decoding, of one bucket on idle lanes.
 
-    The encoder, the wire, the decoder and the host, which issues every call, each do one thing at a time.
+    The encoder, the wire, the decoder and the host, which issues every call, each do one thing at a time. A piece
+    waits for a receive buffer until the one `num_slots` before it is decoded.
     """
     encode, decode, comm = costs.encode[codec], costs.decode[codec], costs.comm
     waves = list(wave_counts(lengths, wave_pieces))
@@ -76,15 +93,16 @@ def predict_seconds(
     for number, count in enumerate(waves):
         host = max(host, sizes[number])
         for place in range(count):
-            free = decoded[index - 2] if index >= 2 else 0.0
+            free = decoded[index - num_slots] if index >= num_slots else 0.0
             payload = lengths[index] * itemsize * EXPECTED_RATIO[codec]
             wire = max(wire, host, free) + comm(payload)
             host += HOST_FACTOR * comm(0)
             arrived.append(wire)
             if place == 0:
                 start_wave()
-            if index:
-                decode_piece(index - 1)
             index += 1
-    decode_piece(index - 1)
+            if index >= num_slots:
+                decode_piece(index - num_slots)
+    for rest in range(len(decoded), index):
+        decode_piece(rest)
     return decoder

@@ -22,6 +22,7 @@ _SETTINGS = (
     *("num_layers", "hidden_size", "num_experts", "moe_router_topk", "seq_length", "micro_batch_size"),
     *("global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_param_gather", "lr"),
+    *("bf16", "fp8", "fp8_param_gather", "fp4", "fp4_param_gather"),
 )
 _ROLES = (
     ("tensor", parallel_state.get_tensor_model_parallel_group),

@@ -31,7 +31,7 @@ class ClassRow:
 
 
 @dataclass
-class Decision:
+class PrintedDecision:
     """What selection decided for one group of buckets; `unit` of the gains: us or KB."""
 
     group: str
@@ -49,7 +49,7 @@ class ConsoleLog:
     losses: dict[str, Series] = field(default_factory=dict)
     values: dict[str, Series] = field(default_factory=dict)
     metrics: dict[str, Series] = field(default_factory=dict)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[PrintedDecision] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 
     def read(self, text: str) -> None:
@@ -96,7 +96,7 @@ class ConsoleLog:
 
     def _read_message(self, message: str, last: int | None) -> None:
         if found := _SELECTION.match(message):
-            self.decisions.append(Decision(found[1], last))
+            self.decisions.append(PrintedDecision(found[1], last))
         elif found := _ROW.match(message):
             kind, segments, compressed, exponents, blocks, ratio, gain, codec = found.groups()
             shares = float(exponents) / 100, float(blocks) / 100
@@ -113,6 +113,11 @@ class ConsoleLog:
 def is_from_megatron(text: str) -> bool:
     """Whether anything in a log is Megatron's or ours; one of several logs of a run may have no iterations."""
     return "megatron" in text or _ITERATION.search(text) is not None
+
+
+def has_iterations(text: str) -> bool:
+    """Whether a log has a whole line of Megatron's with an iteration; stops at the first."""
+    return _ITERATION.search(text[: text.rfind("\n") + 1]) is not None
 
 
 def _number(text: str) -> float | None:

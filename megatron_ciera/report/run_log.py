@@ -8,7 +8,13 @@ from pathlib import Path
 
 from megatron_ciera import metrics, observe
 from megatron_ciera.errors import ConfigurationError
-from megatron_ciera.report.console_log import ConsoleLog, Decision, Series, is_from_megatron
+from megatron_ciera.report.console_log import (
+    ConsoleLog,
+    PrintedDecision,
+    Series,
+    has_iterations,
+    is_from_megatron,
+)
 
 # Sources of losses, the most exact first, and what equality means in each.
 EQUALITY = {"observed": "in every bit", "tensorboard": "in every bit", "console": "in every printed digit"}
@@ -33,7 +39,7 @@ class RunLog:
     seconds: Series = field(default_factory=dict)
     metrics: dict[str, Series] = field(default_factory=dict)
     tail: dict[str, float] = field(default_factory=dict)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[PrintedDecision] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     observed: Path | None = None
 
@@ -105,9 +111,7 @@ def _files_of(folder: Path) -> list[Path]:
     """
     files = sorted(folder.glob(_OBSERVED))
     for path in sorted(path for pattern in _LOGS for path in folder.glob(pattern)):
-        log = ConsoleLog()
-        log.read(path.read_text(errors="replace"))
-        files += [path] if log.iterations else []
+        files += [path] if has_iterations(path.read_text(errors="replace")) else []
     if not files or find_spec("tensorboard") is not None:
         files += sorted(folder.rglob(_EVENTS))
     if not files:

@@ -4,7 +4,7 @@ import html
 import math
 
 from megatron_ciera.report import summary
-from megatron_ciera.report.console_log import Decision, Series
+from megatron_ciera.report.console_log import PrintedDecision, Series
 from megatron_ciera.report.page import figure, page, table_html
 from megatron_ciera.report.run_log import EQUALITY, RunLog
 
@@ -142,7 +142,7 @@ def _gather(run: RunLog) -> str | None:
     return _figures([*figures, *_classes(summary.last_decisions(run))]) + table
 
 
-def _classes(decisions: list[Decision]) -> list[str]:
+def _classes(decisions: list[PrintedDecision]) -> list[str]:
     """The figure of ratios by tensor class, or none before a decision."""
     rows = [(decision, row) for decision in decisions for row in decision.rows]
     if not rows:

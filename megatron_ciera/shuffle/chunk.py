@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_ciera.shuffle.counters import LayerCounter
+from megatron_ciera.shuffle.counters import ShuffleCounter
 from megatron_ciera.shuffle.fit import RoutingRecorder
 from megatron_ciera.shuffle.jobs import Job, plan_jobs
 from megatron_ciera.shuffle.layout import Layout, canonical
 from megatron_ciera.shuffle.planner import Plan, Planner
-from megatron_ciera.shuffle.rows import Exchange
+from megatron_ciera.shuffle.rows import RowExchange
 from megatron_ciera.shuffle.solve import Shape
 from megatron_ciera.shuffle.tables import ScoreTables
 
@@ -27,7 +27,7 @@ class Passage:
 
     comes: Layout | None = None
     leaves: Layout | None = None
-    exchange: Exchange | None = None
+    exchange: RowExchange | None = None
 
 
 CANONICAL = Passage()
@@ -43,7 +43,7 @@ class ChunkShuffle:
     def __init__(self, is_moe: list[bool], group: dist.ProcessGroup, topk: int, device):
         self.is_moe, self.group, self.device = is_moe, group, device
         self.planner = Planner(group, topk)
-        self.counters = [LayerCounter(device) for _ in is_moe]
+        self.counters = [ShuffleCounter(device) for _ in is_moe]
         self.expert_to_rank: list[torch.Tensor | None] = [None] * len(is_moe)
         self.tables: list[ScoreTables | None] = [None] * len(is_moe)
         self.paused = False
@@ -110,7 +110,7 @@ class ChunkShuffle:
         to, from_ = plan.join()
         self._host_waits[0] += time.perf_counter() - started
         self._host_waits[1] += 1
-        return Passage(self._layout, plan.layout, Exchange(plan.move, to, from_, self.group))
+        return Passage(self._layout, plan.layout, RowExchange(plan.move, to, from_, self.group))
 
     def _observe(self, layer: int, routing_map: torch.Tensor, columns: int, job: Job | None) -> None:
         shape = Shape(len(routing_map) * self.group.size(), columns, self.group.size(), self.group.rank())

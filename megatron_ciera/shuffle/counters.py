@@ -12,7 +12,7 @@ TOKENS, ASSIGNMENTS, LOCAL, LOCAL_CANONICAL, ROWS_LOCAL, ROWS_LOCAL_CANONICAL, S
 NUM_COLUMNS = 9
 
 
-class LayerCounter:
+class ShuffleCounter:
     """Counts of one layer on one rank: [NUM_COLUMNS] int64 on the device, so that counting never waits."""
 
     def __init__(self, device):

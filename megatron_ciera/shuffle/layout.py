@@ -43,7 +43,7 @@ def inverse(permutation: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
+class RowMove:
     """One rank's part of the exchange between two layouts; n = s * b / N rows leave and arrive.
 
     new_place: [n] the place of each row of the shard in the new layout.
@@ -60,7 +60,7 @@ class Move:
     sizes: torch.Tensor
 
 
-def plan_move(old: Layout, new: Layout, num_ranks: int, rank: int) -> Move:
+def plan_move(old: Layout, new: Layout, num_ranks: int, rank: int) -> RowMove:
     """What `rank` sends and receives when tokens go from `old` to `new`. No host synchronisation.
 
     Between two ranks rows travel in the order of their new places.
@@ -73,4 +73,4 @@ def plan_move(old: Layout, new: Layout, num_ranks: int, rank: int) -> Move:
     arrival_order = torch.argsort(old_place // shard, stable=True)
     ranks = torch.arange(num_ranks, device=new_place.device)[:, None]
     sizes = torch.stack([(place // shard == ranks).sum(1) for place in (new_place, old_place)])
-    return Move(new_place, send_order, inverse(send_order), arrival_order, inverse(arrival_order), sizes)
+    return RowMove(new_place, send_order, inverse(send_order), arrival_order, inverse(arrival_order), sizes)

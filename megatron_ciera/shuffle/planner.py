@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_ciera.shuffle.layout import Layout, Move
+from megatron_ciera.shuffle.layout import Layout, RowMove
 from megatron_ciera.shuffle.solve import Shape, solve, unpack
 from megatron_ciera.shuffle.tables import ScoreTables
 
@@ -22,7 +22,7 @@ class Plan:
     """A layout (None: canonical) and the exchange towards it, once `done` has happened. sizes: on the host."""
 
     layout: Layout | None
-    move: Move
+    move: RowMove
     packed: torch.Tensor
     sizes: torch.Tensor
     done: "torch.cuda.Event"

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ciera.moe.rows import gather_rows
-from megatron_ciera.shuffle.layout import Move
+from megatron_ciera.shuffle.layout import RowMove
 
 
 def reorder(x: torch.Tensor, source: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -30,13 +30,13 @@ class _Reorder(torch.autograd.Function):
 
 
 @dataclass
-class Exchange:
+class RowExchange:
     """Rows of a shard under way from one layout to another, over `group`, and later their gradients back.
 
     to, from_: rows to and from each rank, on the host. `work`: the collective under way, with what it reads.
     """
 
-    move: Move
+    move: RowMove
     to: list[int]
     from_: list[int]
     group: dist.ProcessGroup

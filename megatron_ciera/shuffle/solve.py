@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ciera.shuffle.layout import Layout, Move, canonical, layout_of, plan_move
+from megatron_ciera.shuffle.layout import Layout, RowMove, canonical, layout_of, plan_move
 from megatron_ciera.shuffle.owners import assign, spilled
 from megatron_ciera.shuffle.tables import ScoreTables
 
@@ -31,7 +31,7 @@ class Solution:
     """spilled: int64 scalar, tokens that are not on the rank they score highest on."""
 
     layout: Layout
-    move: Move
+    move: RowMove
     spilled: torch.Tensor
 
 
@@ -64,4 +64,4 @@ def unpack(packed: torch.Tensor, shape: Shape) -> Solution:
     """Views of what `solve` packed."""
     parts = packed.split([shape.num_tokens] * 2 + [shape.shard] * 5 + [shape.num_ranks * 2, 1])
     token_at, place_of, *orders, sizes, count = parts
-    return Solution(Layout(token_at, place_of), Move(*orders, sizes.view(2, -1)), count[0])
+    return Solution(Layout(token_at, place_of), RowMove(*orders, sizes.view(2, -1)), count[0])

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace) -> None:
     config = load_config(given.config)
-    job = _resized(job_from_config(config), given)
+    job = _resized(job_from_config(config, from_trace=given.trace is not None), given)
     if given.rank_load < 1:
         raise refuse("--rank-load", given.rank_load, "1 or more: busiest rank over mean", "Correct it.")
     gpu = _with_codec(hardware(config.cluster, given.efficiency), given)
@@ -135,7 +135,8 @@ def _replayed(given, cluster, gpu, assumed: Assumptions) -> tuple[list[Projectio
         variants = [RECORDED if name in ("recorded", "stock") else parse_features(name) for name in names]
     else:
         variants = [RECORDED]
-        variants += [] if "ciera" in trace.header["features"] else [parse_features("ciera")]
+        if trace.gathers_bf16 and "ciera" not in trace.header["features"]:
+            variants.append(parse_features("ciera"))
         experts = trace.header["settings"]["expert_model_parallel_size"] > 1
         if experts and "dedup" not in trace.header["features"]:
             variants += [parse_features("dedup"), parse_features("placement")]

@@ -16,6 +16,8 @@ _UNSUPPORTED = {
     "--num-layers-per-virtual-pipeline-stage": "",
 }
 
+_OTHER_PRECISIONS = ("--fp8-format", "--fp8-param-gather", "--fp4-format", "--fp4-param-gather")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -91,15 +93,20 @@ class Job:
         return replace(self, world=gpus, gpus_per_node=min(self.gpus_per_node, gpus))
 
 
-def job_from_config(config: RunConfig) -> Job:
+def job_from_config(config: RunConfig, from_trace: bool = False) -> Job:
     """Reads `config`, for the world size that its `cluster:` section describes.
+
+    from_trace: computation and bytes are those of a trace, so that other precisions than bf16 may be in the config.
 
     Raises:
         ConfigurationError: no cluster section, or a setting that the simulator does not model.
     """
     if config.cluster is None:
         raise refuse("--config", f"{config.path} without `cluster:`", "one", "Add it; configs/ has examples.")
-    return _job(_Flags(config.flags), config.cluster)
+    flags = _Flags(config.flags)
+    if not from_trace:
+        _check_precision(flags)
+    return _job(flags, config.cluster)
 
 
 class _Flags:
@@ -126,6 +133,20 @@ class _Flags:
                 raise refuse(flag, "nothing in the config", "a number", f"Add {flag[2:]} under `megatron:`.")
             return default
         return int(found)
+
+
+def _check_precision(flags: _Flags) -> None:
+    """Products, weights, activations and gathers are counted in bf16."""
+    way_out = "or record the run with --ciera-record and give --trace."
+    for flag in _OTHER_PRECISIONS:
+        if flags.given(flag):
+            found = flags.text(flag, "it set")
+            raise refuse(
+                flag, found, "a run in bf16 in the simulator", f"Remove {flag} from the config, {way_out}"
+            )
+    if not flags.given("--bf16"):
+        found = "--fp16" if flags.given("--fp16") else "neither it nor --fp16 (fp32)"
+        raise refuse("--bf16", found, "it in the simulator", f"Set bf16: true under `megatron:`, {way_out}")
 
 
 def _job(flags: _Flags, cluster: Cluster) -> Job:

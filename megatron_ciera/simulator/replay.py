@@ -75,6 +75,13 @@ def _check(trace: Trace, target: Target) -> None:
                 "Record the run without our other flags.",
             )
     settings = trace.header["settings"]
+    if target.features.codec and not trace.gathers_bf16:
+        raise refuse(
+            "--features",
+            f"{target.features.name} on a trace of a run that gathers parameters in another precision than bf16",
+            "a trace in bf16: the codecs' sizes and speeds are of bf16",
+            "Leave the codec out (--features recorded,dedup), or record a run in bf16.",
+        )
     check_shuffle(
         target.features, settings["tensor_model_parallel_size"], settings["expert_model_parallel_size"]
     )

@@ -56,6 +56,14 @@ class Trace:
     iterations: tuple[Iteration, ...]
     metrics: Mapping
 
+    @property
+    def gathers_bf16(self) -> bool:
+        """Whether all parameters are gathered in bf16, which is what codecs are counted for; traces of older versions
+        do not say, and are taken so."""
+        settings = self.header["settings"]
+        smaller = settings.get("fp8_param_gather") or settings.get("fp4_param_gather")
+        return settings.get("bf16", True) and not smaller
+
     def typical(self) -> Iteration:
         """The iteration of median duration, without the first, which warms up."""
         candidates = self.iterations[1:] or self.iterations

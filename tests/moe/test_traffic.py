@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_ciera.moe.traffic import Cost, counted
+from megatron_ciera.moe.traffic import RowBytes, counted
 
 
 def by_sets(top_indices, maps, num_ranks, per_node, cost):
@@ -36,6 +36,6 @@ def test_counted(num_ranks, per_node):
     rng = np.random.default_rng(0)
     experts = np.argsort(rng.random((2, 40, 16)), axis=2)[..., :5]
     maps = np.stack([rng.permutation(16) for _ in range(2)])
-    cost = Cost(row=100, probability=4, tag=1)
+    cost = RowBytes(row=100, probability=4, tag=1)
     expected = by_sets(experts, maps, num_ranks, per_node, cost)
     assert counted(experts, maps, num_ranks, per_node, cost) == pytest.approx(expected, rel=1e-12)

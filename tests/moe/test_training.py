@@ -153,6 +153,16 @@ def test_other_layouts_read_every_value(folder, train, run_a, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--correlated-placement", "--dedup-dispatch"])
+def test_state_by_slot_is_refused_at_another_size(folder, stock, flag):
+    words = ["--expert-model-parallel-size", 4, flag, *resume(folder / "plain", 1)]
+    run = launch(folder / f"refused{flag}", 4, [*FLAGS, *words])
+    assert run.returncode != 0 and run.tracebacks == 0
+    assert run.output.count("--expert-model-parallel-size: found 4, needs 2 as in the checkpoint") == 1
+    assert "loading distributed checkpoint" not in run.output
+
+
+@pytest.mark.slow
 def test_from_two_ranks_to_four_and_back(folder, train, run_a):
     """Other placements at each size; at the end every value is that of the first checkpoint."""
     write_placement(folder / "four.json", 4, 2)

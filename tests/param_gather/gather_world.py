@@ -2,7 +2,9 @@
 
 import os
 import tempfile
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
@@ -14,28 +16,75 @@ from megatron_ciera.param_gather.decider import Decider, Policy
 from megatron_ciera.param_gather.exchange import Exchange
 from megatron_ciera.param_gather.group import Round, ShardGroup, Tuning
 from megatron_ciera.param_gather.lanes import make_lanes
-from megatron_ciera.param_gather.layout import Run
+from megatron_ciera.param_gather.layout import ClassRun
 from megatron_ciera.param_gather.ledger import Ledger
 from megatron_ciera.param_gather.transfer import Ring
 
 SMALL = Tuning(piece_bytes=1 << 14, num_slots=2, wave_pieces=2)
 
+_worlds: dict[int, list] = {}  # size -> (process, connection) of each rank
 
-def run_world(size: int, body: Callable, *args) -> list:
-    """`body(rank, *args)` on `size` processes with a gloo world; the results by rank. Its exceptions are raised."""
+
+def run_world(size: int, body: Callable, *args, kept: bool = True) -> list:
+    """`body(rank, *args)` on `size` processes with a gloo world; the results by rank. Its exceptions are raised.
+
+    The processes are kept for the next world of that size, so `body` puts back what it changes. With `kept` False
+    they are started for this one alone.
+    """
+    ranks = _worlds.pop(size, None) if kept else None
+    ranks = ranks or _start(size)
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_enter, (size, folder, body, args), nprocs=size, start_method="spawn")
+        for _, connection in ranks:
+            connection.send((folder, body, args))
+        waited = [connection for _, connection in ranks]
+        while waited:
+            for connection in wait(waited):
+                waited.remove(connection)
+                try:
+                    failure = connection.recv()
+                except EOFError:
+                    failure = "a rank has died"
+                if failure is not None:
+                    _end(ranks)
+                    raise AssertionError(failure)
+        if kept:
+            _worlds[size] = ranks
+        else:
+            _end(ranks)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _enter(rank: int, size: int, folder: str, body: Callable, args: tuple) -> None:
+def _start(size: int) -> list:
+    context, ranks = mp.get_context("spawn"), []
+    for rank in range(size):
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, size, there), daemon=True)
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    return ranks
+
+
+def _end(ranks: list) -> None:
+    for process, _ in ranks:
+        process.kill()
+        process.join()
+
+
+def _serve(rank: int, size: int, connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    result = body(rank, *args)
-    dist.barrier()
-    torch.save(result, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    while True:
+        folder, body, args = connection.recv()
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+            result = body(rank, *args)
+            dist.barrier()
+            torch.save(result, f"{folder}/{rank}.pt")
+            dist.destroy_process_group()
+            connection.send(None)
+        except Exception:
+            connection.send(f"rank {rank}: {traceback.format_exc()}")
 
 
 class Model:
@@ -47,7 +96,7 @@ class Model:
     def __init__(
         self,
         sizes: list[int],
-        runs: list[list[Run]],
+        runs: list[list[ClassRun]],
         dtype=torch.bfloat16,
         codec: str | Callable = "delta",
         warmup: int = 1,

@@ -203,7 +203,7 @@ def _no_budget() -> dict:
 
 @pytest.fixture(scope="module")
 def world():
-    return run_world(2, _body)
+    return run_world(2, _body, kept=False)
 
 
 @pytest.mark.parametrize("name", ["overlap", "plain"])

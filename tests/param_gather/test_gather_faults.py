@@ -1,14 +1,17 @@
 """Faults put in on purpose: each ends in the same clear stop on every rank, or in a raw gather; never in drift."""
 
+from unittest.mock import patch
+
 import pytest
+import torch
 
 from megatron_ciera.errors import ConfigurationError
 from megatron_ciera.param_gather import codec_choice
 from megatron_ciera.param_gather.errors import ParamGatherError
-from megatron_ciera.param_gather.layout import Run
+from megatron_ciera.param_gather.layout import ClassRun
 from tests.param_gather.gather_world import Model, run_world
 
-RUNS = [[Run(0, 40960, "expert")], [Run(0, 30000, "attention"), Run(30016, 40960, "expert")]]
+RUNS = [[ClassRun(0, 40960, "expert")], [ClassRun(0, 30000, "attention"), ClassRun(30016, 40960, "expert")]]
 SIZES = [40960, 40960]
 
 
@@ -189,13 +192,11 @@ def _failing_coder(rank, coder, names):
             raise OSError("libnvcomp.so.5: cannot open shared object file")
         return real(name, coder, *args)
 
-    codec_choice.make_codec = failing
-    import torch
-
     try:
-        codecs, notes = codec_choice.agree_on_codecs(
-            "auto", coder, True, torch.bfloat16, 512, torch.device("cpu")
-        )
+        with patch.object(codec_choice, "make_codec", failing):
+            codecs, notes = codec_choice.agree_on_codecs(
+                "auto", coder, True, torch.bfloat16, 512, torch.device("cpu")
+            )
     except ConfigurationError as error:
         return str(error)
     return sorted((name, codec.coder_name) for name, codec in codecs.items()), notes

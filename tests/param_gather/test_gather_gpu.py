@@ -15,16 +15,13 @@ from megatron_ciera.param_gather.codec.nvcomp_library import find_library, packa
 from megatron_ciera.record.clock import on_gpu
 from megatron_ciera.simulator.replay import replay_as_recorded
 from megatron_ciera.simulator.trace import read_trace
+from megatron_ciera.transformer_engine import LOCAL_LAYERS
 from tests.launching import TINY, launch, shared_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_gpu(), reason="needs a GPU")]
 
 ITERATIONS = int(os.environ.get("MEGATRON_CIERA_TEST_ITERATIONS", "60"))
-LOCAL = (
-    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm "
-    "--no-masked-softmax-fusion --no-rope-fusion --deterministic-mode "
-    f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS}"
-).split()
+LENGTH = f"--deterministic-mode --train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS}".split()
 CODED = "--ciera --ciera-warmup-iters 4 --ciera-no-selection".split()
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather".split()
 EXPERTS = "--expert-model-parallel-size 2 --clip-grad 0".split()
@@ -58,7 +55,7 @@ def runs(tmp_path_factory):
         return launch(
             folder / name.replace(" ", "_"),
             2,
-            [*TINY, *LOCAL, *flags],
+            [*TINY, *LOCAL_LAYERS, *LENGTH, *flags],
             timeout=220 + ITERATIONS,
             **shared_gpu(),
             CUDA_DEVICE_MAX_CONNECTIONS=str(connections),

@@ -4,18 +4,22 @@ import pytest
 import torch
 
 from megatron_ciera.param_gather.bucket import RAW
-from megatron_ciera.param_gather.layout import Run
+from megatron_ciera.param_gather.layout import ClassRun
 from megatron_ciera.param_gather.waves import NUM_ARENAS
 from tests.param_gather.gather_world import SMALL, Model, run_world
 
 
-def _runs(count: int) -> list[Run]:
+def _runs(count: int) -> list[ClassRun]:
     """Classes that do not line up with shards, pieces or blocks."""
     third = count // 3
-    return [Run(0, third, "expert"), Run(third, third + 64, "norm"), Run(third + 64, count, "attention")]
+    return [
+        ClassRun(0, third, "expert"),
+        ClassRun(third, third + 64, "norm"),
+        ClassRun(third + 64, count, "attention"),
+    ]
 
 
-def _buckets(size: int) -> tuple[list[int], list[list[Run]]]:
+def _buckets(size: int) -> tuple[list[int], list[list[ClassRun]]]:
     counts = [128 * size * 97, 128 * size, 128 * size * 33]
     return counts, [_runs(count) for count in counts]
 

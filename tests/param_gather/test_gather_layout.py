@@ -2,13 +2,19 @@
 
 import pytest
 
-from megatron_ciera.param_gather.layout import MIN_SEGMENT, Run, cut_bucket, parameter_class, piece_lengths
+from megatron_ciera.param_gather.layout import (
+    MIN_SEGMENT,
+    ClassRun,
+    cut_bucket,
+    parameter_class,
+    piece_lengths,
+)
 
 RUNS = [
-    Run(0, 20000, "expert"),
-    Run(20032, 20096, "norm"),
-    Run(20096, 50000, "attention"),
-    Run(50048, 61000, "embedding"),
+    ClassRun(0, 20000, "expert"),
+    ClassRun(20032, 20096, "norm"),
+    ClassRun(20096, 50000, "attention"),
+    ClassRun(50048, 61000, "embedding"),
 ]
 
 
@@ -49,7 +55,7 @@ def test_short_runs_join_their_neighbour():
 
 
 def test_bucket_smaller_than_a_segment():
-    (piece,) = cut_bucket(128, 2, [Run(0, 64, "norm"), Run(64, 128, "router")], 1 << 20)
+    (piece,) = cut_bucket(128, 2, [ClassRun(0, 64, "norm"), ClassRun(64, 128, "router")], 1 << 20)
     assert [len(segments) for segments in piece.segments] == [1, 1]
 
 

@@ -1,13 +1,20 @@
 """Selection: gains, budgets and decisions, as pure arithmetic and in a running group."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from megatron_ciera.param_gather import decider as decider_module
 from megatron_ciera.param_gather.bucket import RAW
 from megatron_ciera.param_gather.decider import Policy
-from megatron_ciera.param_gather.layout import Run, cut_bucket, piece_lengths
-from megatron_ciera.param_gather.pieces import choose_piece_values, wave_counts
+from megatron_ciera.param_gather.layout import ClassRun, cut_bucket, piece_lengths
+from megatron_ciera.param_gather.pieces import (
+    EXPECTED_RATIO,
+    choose_piece_values,
+    predict_seconds,
+    wave_counts,
+)
 from megatron_ciera.param_gather.selection import (
     ClassStats,
     Costs,
@@ -20,7 +27,7 @@ from megatron_ciera.param_gather.selection import (
 )
 from tests.param_gather.gather_world import Model, run_world
 
-RUNS = [Run(0, 1 << 20, "expert"), Run(1 << 20, 1 << 21, "norm")]
+RUNS = [ClassRun(0, 1 << 20, "expert"), ClassRun(1 << 20, 1 << 21, "norm")]
 PIECES = cut_bucket(1 << 21, 2, RUNS, 1 << 30)
 EXPERT, NORM = PIECES[0].segments[0][0], PIECES[0].segments[1][0]
 CODECS = ("delta", "exponent-reuse")
@@ -57,11 +64,23 @@ def test_pieces_are_few_where_a_gather_takes_long_to_start_and_more_where_coding
         link = Curve((1e4, 1e9), (latency, latency + 1e9 / 25e9))
         codec = Curve((1e4, 1e9), (5e-5, 5e-5 + 2e9 / (codec_gb_s * 1e9)))
         measured = Costs(link, dict.fromkeys(CODECS, codec), dict.fromkeys(CODECS, codec), 1e-4, True)
-        values = choose_piece_values(1 << 27, 1 << 27, 2, 2, "delta", measured, 2)
+        values = choose_piece_values(1 << 27, 1 << 27, 2, 2, "delta", measured, 2, 2)
         return len(piece_lengths(1 << 27, values))
 
     assert pieces(1e-2, 1000) == 1
     assert 3 <= pieces(1e-4, 1000) < pieces(2e-5, 100)
+
+
+@pytest.mark.parametrize("num_slots, wanted", [(1, 10.0), (2, 8.0), (3, 8.0)])
+def test_receive_buffers_let_the_wire_run_beside_the_decoder(num_slots, wanted):
+    """Three pieces, 1 s to encode, 2 s on the wire and 1 s to decode; what issues them takes nothing."""
+
+    def seconds(each: float) -> Curve:
+        return Curve((0.0, 1.0), (0.0, each))
+
+    measured = Costs(seconds(2.0), {"delta": seconds(1.0)}, {"delta": seconds(1.0)}, 0.0, True)
+    lengths, ranks, itemsize = [1, 1, 1], 2, 1 / EXPECTED_RATIO["delta"]
+    assert predict_seconds(lengths, itemsize, ranks, "delta", measured, num_slots, 1) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("wave_pieces, wanted", [(1, [1, 1, 1, 1, 1]), (2, [1, 2, 2]), (4, [1, 2, 2])])
@@ -99,7 +118,11 @@ def test_gains_that_do_not_pay_for_the_exchange_leave_all_raw():
 
 
 def test_budget_is_kept_on_each_rank_by_gain_per_byte():
-    runs = [Run(0, 1 << 19, "norm"), Run(1 << 19, 1 << 20, "expert"), Run(1 << 20, 1 << 21, "expert")]
+    runs = [
+        ClassRun(0, 1 << 19, "norm"),
+        ClassRun(1 << 19, 1 << 20, "expert"),
+        ClassRun(1 << 20, 1 << 21, "expert"),
+    ]
     pieces = cut_bucket(1 << 21, 2, runs, 1 << 30)
     measured = gains(pieces, STATS, ("delta",), 2, None)
     state = {("delta", 1 << 19): 1 << 20, ("delta", 1 << 20): 1 << 21}
@@ -127,7 +150,7 @@ def test_table_names_class_rate_ratio_and_codec():
 
 
 COUNTS = [128 * 2 * 301, 128 * 2 * 97]
-SPLIT = [[Run(0, count // 2, "expert"), Run(count // 2, count, "embedding")] for count in COUNTS]
+SPLIT = [[ClassRun(0, count // 2, "expert"), ClassRun(count // 2, count, "embedding")] for count in COUNTS]
 
 
 def _policy(budget=None, codecs=CODECS, select=True) -> Policy:
@@ -136,7 +159,11 @@ def _policy(budget=None, codecs=CODECS, select=True) -> Policy:
 
 def _auto(rank):
     """Learning rate falls from one at which delta does not pay to one at which it does."""
-    decider_module.PROBE_INTERVAL = 4
+    with patch.object(decider_module, "PROBE_INTERVAL", 4):
+        return _falling_rate()
+
+
+def _falling_rate():
     model = Model(COUNTS, SPLIT, codec=RAW, warmup=2, policy=_policy(codecs=("delta",)))
     seen = []
     for step in range(1, 14):

@@ -6,12 +6,8 @@ import torch
 from megatron_ciera.record.clock import on_gpu
 from megatron_ciera.simulator.replay import replay_as_recorded
 from megatron_ciera.simulator.trace import read_trace
+from megatron_ciera.transformer_engine import LOCAL_LAYERS
 from tests.launching import TINY, launch
-
-LOCAL = (
-    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm "
-    "--no-masked-softmax-fusion --no-rope-fusion"
-).split()
 
 
 @pytest.mark.gpu
@@ -21,7 +17,7 @@ LOCAL = (
 )
 def test_recorded_run_on_gpus(tmp_path, overlap):
     folder = tmp_path / "trace"
-    flags = [*TINY, *LOCAL, *overlap, "--expert-model-parallel-size", "2", "--ciera-record", folder]
+    flags = [*TINY, *LOCAL_LAYERS, *overlap, "--expert-model-parallel-size", "2", "--ciera-record", folder]
     launch(tmp_path / "run", 2, flags).check()
     trace = read_trace(str(folder))
     assert trace.header["clock"] == "cuda"

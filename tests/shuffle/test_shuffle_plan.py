@@ -10,7 +10,7 @@ import torch
 from shuffle_files import random_tables
 
 from megatron_ciera.shuffle import counters, profile
-from megatron_ciera.shuffle.counters import LayerCounter, Prices, metrics, repays
+from megatron_ciera.shuffle.counters import Prices, ShuffleCounter, metrics, repays
 from megatron_ciera.shuffle.fit import windows_of
 from megatron_ciera.shuffle.jobs import Job, plan_jobs
 from megatron_ciera.shuffle.layout import canonical, layout_of, plan_move
@@ -139,7 +139,7 @@ PRICES = Prices(deduplicated=True, row_bytes=10, residual_bytes=7, gather_bytes=
 
 
 def test_counts_and_metrics_by_hand():
-    counter = LayerCounter("cpu")
+    counter = ShuffleCounter("cpu")
     experts = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]])
     # Ranks [0, 0], [1, 1], [0, 1], [0, 1]; this rank counts tokens 2 and 3, whose place by position is rank 1.
     counter.add_routing(experts, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), (2, 4))

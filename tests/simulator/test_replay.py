@@ -1,6 +1,7 @@
 """Recorded traces: read back, replayed as they were, and on another cluster by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 from replay_traces import CLUSTER, write
@@ -12,6 +13,7 @@ from megatron_ciera.simulator.hardware import Hardware
 from megatron_ciera.simulator.replay import RECORDED, Target, replay, replay_as_recorded
 from megatron_ciera.simulator.trace import read_trace
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GPU = Hardware(1e30, 1e30, 1e30, 0.0, encode=512.0, decode=256.0, codec_launch=0.0)
 RATES = ChangeRates({"dense": 4.0, "expert": 4.0}, {"dense": 1.0, "expert": 1.0})
 
@@ -87,6 +89,32 @@ def test_what_cannot_be_projected_is_refused(tmp_path, features, gpus, message):
     trace = read_trace(write(tmp_path, features=["ciera"]))
     with pytest.raises(ConfigurationError, match=message):
         replay(trace, target(parse_features(features), gpus))
+
+
+@pytest.mark.parametrize("settings", [{"bf16": False}, {"bf16": True, "fp8_param_gather": True}])
+def test_codecs_are_counted_for_gathers_in_bf16_alone(tmp_path, settings):
+    trace = read_trace(write(tmp_path, **settings))
+    with pytest.raises(
+        ConfigurationError, match="--features: found ciera on a trace .* in another precision"
+    ):
+        replay(trace, target(parse_features("ciera")))
+    for features in (RECORDED, parse_features("dedup")):
+        replay(trace, target(features))
+
+
+def test_fp8_products_are_in_a_trace(tmp_path, capsys):
+    """The config may say so then, and the codec is still counted: parameters are gathered in bf16."""
+    config = tmp_path / "c.yaml"
+    config.write_text((CONFIGS / "tiny_cpu.yaml").read_text().replace("bf16: true", "fp8-format: hybrid"))
+    words = ["--config", str(config), "--gpus", "4"]
+    assert cli.main(words) == 2
+    assert "--fp8-format: found hybrid, needs a run in bf16 in the simulator" in capsys.readouterr().err
+    assert cli.main([*words, "--trace", write(tmp_path, bf16=True, fp8="hybrid"), "--json"]) == 0
+    named = [entry["features"] for entry in json.loads(capsys.readouterr().out)["projections"]]
+    assert named == ["recorded", "ciera", "dedup", "placement"]
+    assert cli.main([*words, "--trace", write(tmp_path, bf16=True, fp8_param_gather=True), "--json"]) == 0
+    named = [entry["features"] for entry in json.loads(capsys.readouterr().out)["projections"]]
+    assert named == ["recorded", "dedup", "placement"]
 
 
 def test_other_files_are_refused(tmp_path):

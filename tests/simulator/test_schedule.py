@@ -199,6 +199,9 @@ def test_layout_decides_what_crosses_nodes():
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
+        ("fp8-format", "hybrid", "--fp8-format: found hybrid, needs a run in bf16"),
+        ("fp8-param-gather", "true", "--fp8-param-gather: found true, needs a run in bf16"),
+        ("fp4-format", "e2m1", "--fp4-format: found e2m1, needs a run in bf16"),
         ("context-parallel-size", "2", "--context-parallel-size: found 2"),
         ("expert-tensor-parallel-size", "2", "--expert-tensor-parallel-size: found 2, needs 1"),
         ("moe-token-dispatcher-type", "flex", "--moe-token-dispatcher-type: found flex"),
@@ -211,6 +214,18 @@ def test_what_is_not_modelled_is_refused(flag, value, message):
     config.flags[f"--{flag}"] = [value]
     with pytest.raises(ConfigurationError, match=message):
         job_from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("instead", "found"), [("--fp16", "found --fp16"), (None, r"found neither .* \(fp32\)")]
+)
+def test_other_precisions_than_bf16_are_refused(instead, found):
+    config = load_config(str(CONFIGS / "tiny_cpu.yaml"))
+    del config.flags["--bf16"]
+    config.flags.update({instead: None} if instead else {})
+    with pytest.raises(ConfigurationError, match=f"--bf16: {found}, needs it in the simulator"):
+        job_from_config(config)
+    job_from_config(config, from_trace=True)
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -16,20 +16,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from megatron_ciera.launch import prepare  # noqa: E402
-
-prepare()
-
-from megatron_ciera import background, install  # noqa: E402
+from megatron_ciera import background  # noqa: E402
 from megatron_ciera.feature import Feature  # noqa: E402
-from megatron_ciera.param_gather.codec.cpu_codec import CpuCodec  # noqa: E402
+from megatron_ciera.launch import prepare  # noqa: E402
 
 RANK = int(os.environ.get("RANK", "0"))
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Faults(Feature):
-    """Makes faults due, and samples memory. Installed in front of all features."""
+    """Makes faults due, and samples memory."""
 
     name = "soak"
 
@@ -58,6 +54,10 @@ class Faults(Feature):
 
 
 faults = Faults()
+prepare(in_front=[faults])
+
+from megatron_ciera.param_gather.codec.cpu_codec import CpuCodec  # noqa: E402
+
 start, decode = background.start, CpuCodec._decode_one
 
 
@@ -77,9 +77,6 @@ def decode_or_damage(self, payload, target, flag):
 
 background.start = start_or_kill
 CpuCodec._decode_one = decode_or_damage
-
-features = install._features
-install._features = lambda config: [faults, *features(config)]
 
 # Guarded: processes that a checkpoint spawns import this file.
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from .container import (
     HEADER_BYTES,
     MAGIC,
     VERSION,
-    Layout,
     PayloadError,
+    PayloadLayout,
     num_hash_blocks,
     payload_hashes,
     read_header,
@@ -44,7 +44,7 @@ class AnsReference:
 
     def attach(self, compress, decompress, coder_version: int) -> None:
         self.compress, self.decompress = compress, decompress
-        self.layout = Layout(self.name, "nvcomp", self.fmt, self.block_size, coder_version)
+        self.layout = PayloadLayout(self.name, "nvcomp", self.fmt, self.block_size, coder_version)
 
     def bound(self, num_values):
         return self.ans_shape.bound(num_values)

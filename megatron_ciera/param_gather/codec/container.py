@@ -38,7 +38,7 @@ class PayloadError(ValueError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class PayloadLayout:
     """What sender and receiver agree on before any payload: everything in the header but the sizes."""
 
     codec: str
@@ -63,7 +63,7 @@ def payload_bound(num_values: int, fmt: WordFormat) -> int:
 
 
 def write_payload(
-    out: np.ndarray, layout: Layout, words: np.ndarray, body: np.ndarray | None, extra=()
+    out: np.ndarray, layout: PayloadLayout, words: np.ndarray, body: np.ndarray | None, extra=()
 ) -> int:
     """Write header, hashes and ``body`` into ``out`` (uint8) and return the payload's bytes.
 
@@ -89,7 +89,7 @@ def write_payload(
     return total
 
 
-def read_header(payload: np.ndarray, layout: Layout, num_values: int) -> np.ndarray:
+def read_header(payload: np.ndarray, layout: PayloadLayout, num_values: int) -> np.ndarray:
     """The parsed header, after every field was checked against what this receiver expects. PayloadError if
     not."""
     if payload.size < body_offset(num_values):

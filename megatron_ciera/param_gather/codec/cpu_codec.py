@@ -9,8 +9,8 @@ import torch
 from .base import Codec
 from .container import (
     MODE_RAW,
-    Layout,
     PayloadError,
+    PayloadLayout,
     num_hash_blocks,
     payload_body,
     payload_hashes,
@@ -37,8 +37,8 @@ class CpuCodec(Codec):
     chunk_values = 1 << 17
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.name, self.coder_name, self.fmt, self.block_size)
+    def layout(self) -> PayloadLayout:
+        return PayloadLayout(self.name, self.coder_name, self.fmt, self.block_size)
 
     @abstractmethod
     def encode_body(self, words: np.ndarray, state: np.ndarray) -> tuple[np.ndarray | None, tuple[int, ...]]:

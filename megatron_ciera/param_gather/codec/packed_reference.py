@@ -18,8 +18,8 @@ from .container import (
     MAGIC,
     MODE_CODED,
     VERSION,
-    Layout,
     PayloadError,
+    PayloadLayout,
     num_hash_blocks,
     payload_hashes,
     read_header,
@@ -36,7 +36,7 @@ class PackedReference(Codec):
 
     def __init__(self, dtype, block_size, device):
         super().__init__(dtype, block_size, device)
-        self.layout = Layout(self.name, self.coder_name, self.fmt, block_size)
+        self.layout = PayloadLayout(self.name, self.coder_name, self.fmt, block_size)
 
     def bound(self, num_values):
         return packed_bound(num_values, self.fmt)
