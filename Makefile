@@ -1,6 +1,6 @@
 # make quickstart   train, fit a placement, resume four ways, compare; writes out/quickstart/
-# make test         everything but `gpu` and `slow` tests
-# make test-full    the full option matrix as well
+# make test         everything but `gpu` and `slow` tests; their processes start with PyTorch imported (tests/warm)
+# make test-full    the full option matrix as well, every process started as usual
 # make test-gpu     `gpu` tests, on a machine with GPUs: without Transformer Engine, and with it where it is installed
 # make test-upstream MEGATRON_LM_PATH=…   Megatron-LM's own unit tests under our CPU layer (docs/upstream_tests.md)
 # make test-versions   the core tests under other releases of Megatron-Core; VERSIONS="0.19.0 …"
@@ -24,7 +24,7 @@ test: venv
 	$(BIN)/python -m pytest -q -m "not gpu and not slow" --durations 15
 
 test-full: venv
-	$(BIN)/python -m pytest -q -m "not gpu"
+	MEGATRON_CIERA_TEST_COLD=1 $(BIN)/python -m pytest -q -m "not gpu"
 
 test-gpu:
 	PYTHONPATH=$(CURDIR)/tests/without_te:$$PYTHONPATH $(PYTHON) -m pytest -q -m gpu

@@ -70,6 +70,17 @@ def prepare(in_front: Sequence[Feature] = ()) -> None:
         exit_with(error)
 
 
+def prepare_spawned() -> None:
+    """For what multiprocessing starts from a training script, as Megatron does to save: the CPU layer alone.
+
+    Those that use Megatron import it; the one that every rank has for its queue of written files does not.
+    """
+    from megatron_ciera import cpu
+
+    if cpu.is_needed():
+        cpu.install()
+
+
 def _cpu_defaults(argv: list[str]) -> list[str]:
     from megatron_ciera import cpu
 

@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ciera import observe
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "scripts" / "pretrain_gpt.py")
@@ -72,15 +72,11 @@ def without(flags: list[str], *names: str) -> list[str]:
 
 
 def launch(
-    folder: Path, processes: int, flags: list[str], *, script=(SCRIPT,), timeout=240, **environment
+    folder: Path, processes: int, flags: list[str], *, script=(SCRIPT,), timeout=900, **environment
 ) -> Run:
     """Runs `script` with `flags` on `processes` processes; never raises for a failed run."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
-        *script,
-        *map(str, flags),
-    ]
+    command = [*warm.torchrun(processes), *script, *map(str, flags)]
     variables = {
         **os.environ,
         observe.VARIABLE: str(folder),

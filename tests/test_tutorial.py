@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ciera import observe
+from tests import warm
 from tests.launching import ROOT
 
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -29,7 +30,9 @@ def commands(page: str) -> str:
 def test_the_page_does_what_it_says(tmp_path, variables):
     pytest.importorskip("matplotlib")
     out = tmp_path / "tutorial"
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if variables:
+        warm.commands(tmp_path, int(variables["PROCESSES"]))
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MEGATRON_CIERA")}
     session = subprocess.run(

@@ -3,13 +3,13 @@
 import json
 import math
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_ciera.moe.replay import relative_error
+from tests import warm
 from tests.launching import ROOT, TINY, launch
 
 SCRIPT = str(ROOT / "scripts" / "bench_dispatch.py")
@@ -33,7 +33,7 @@ COMMON = ["--num-experts", "16", "--fit-tokens", "512", "--skip-tokens", "1024",
 def test_counting(trace):
     words = [trace, *COMMON, "--count", 2, 4, "--ranks-per-node", 2, "--json"]
     process = subprocess.run(
-        [sys.executable, SCRIPT, *map(str, words)], capture_output=True, text=True, timeout=200
+        [*warm.python(), SCRIPT, *map(str, words)], capture_output=True, text=True, timeout=200
     )
     assert process.returncode == 0, process.stderr[-2000:]
     result = json.loads(process.stdout)

@@ -14,6 +14,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import zstandard  # noqa: E402
 from codec_cases import damaged, patterns, round_trip, to_words, training_pair  # noqa: E402
+from interpreted import report  # noqa: E402
 
 from megatron_ciera.param_gather.codec import HASH_BLOCK, new_flags  # noqa: E402
 from megatron_ciera.param_gather.codec.ans_codecs import AnsDelta, AnsExponentReuse  # noqa: E402
@@ -134,8 +135,10 @@ def segments(name: str) -> None:
             raise SystemExit(f"{name}: the twin cannot read one of several segments")
 
 
+def check(name: str, case: str) -> None:
+    others = {"damage": damage, "segments": segments}
+    others[case](name) if case in others else compare(name, DTYPES[case])
+
+
 if __name__ == "__main__":
-    if sys.argv[2] in ("damage", "segments"):
-        globals()[sys.argv[2]](sys.argv[1])
-    else:
-        compare(sys.argv[1], DTYPES[sys.argv[2]])
+    report(check, sys.argv[1], sys.argv[2:])

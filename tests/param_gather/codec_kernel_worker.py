@@ -12,6 +12,7 @@ import sys  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from codec_cases import damaged, patterns, round_trip, to_words  # noqa: E402
+from interpreted import report  # noqa: E402
 
 from megatron_ciera.param_gather.codec import HASH_BLOCK, make_codec, new_flags  # noqa: E402
 from megatron_ciera.param_gather.codec.packed_exponents_triton import PackedExponentReuseTriton  # noqa: E402
@@ -53,8 +54,9 @@ def damage(name: str) -> None:
             raise SystemExit(f"{name}: a damaged payload went unnoticed: {flags.tolist()}")
 
 
+def check(name: str, case: str) -> None:
+    damage(name) if case == "damage" else compare(name, DTYPES[case])
+
+
 if __name__ == "__main__":
-    if sys.argv[2] == "damage":
-        damage(sys.argv[1])
-    else:
-        compare(sys.argv[1], DTYPES[sys.argv[2]])
+    report(check, sys.argv[1], sys.argv[2:])

@@ -1,10 +1,7 @@
 """The passes around nvCOMP, in the interpreter; and what is said when nvCOMP is not there."""
 
 import ctypes
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,22 +15,18 @@ from megatron_ciera.param_gather.codec.nvcomp_library import (
     open_library,
     package_name,
 )
+from tests.param_gather.interpreted import run_selected
 
-HERE = Path(__file__).parent
 
-
-def run_worker(*arguments: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
-    worker = [sys.executable, str(HERE / "codec_ans_worker.py"), *arguments]
-    finished = subprocess.run(worker, env=environment, capture_output=True, text=True, timeout=600)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+@pytest.fixture(scope="module")
+def outcomes(request):
+    return run_selected(request, "codec_ans_worker.py")
 
 
 @pytest.mark.parametrize("case", ("bf16", "fp16", "fp32", "damage", "segments"))
 @pytest.mark.parametrize("name", CODECS)
-def test_passes_around_the_coder(name, case):
-    pytest.importorskip("triton")
-    run_worker(name, case)
+def test_passes_around_the_coder(outcomes, name, case):
+    assert outcomes[name, case] == ""
 
 
 def test_options_have_the_size_of_the_c_structs():

@@ -2,13 +2,14 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from codec_cases import training_pair
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
@@ -20,7 +21,7 @@ NAMES = (
 
 def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), *arguments],
+        [*warm.python(), str(ROOT / "scripts" / script), *arguments],
         capture_output=True,
         text=True,
         timeout=600,

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from megatron_ciera.simulator.replay import RECORDED, Target, replay
 from megatron_ciera.simulator.trace import read_trace
 from megatron_ciera.simulator.validation import Measured, on_link, predict, table
 from megatron_ciera.yaml_config import load_config
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK = Measured("fast", "stock", (6.2, 6.3, 6.4))
@@ -59,8 +59,14 @@ def test_a_runs_own_ratio_and_rows_decide(tmp_path):
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "yaml"])
 def test_links_between_two_processes(as_json, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "scripts" / "measure_links.py"), "--num-bytes", "4194304", "--repeats", "3"]
+    command = [
+        *warm.torchrun(2),
+        str(ROOT / "scripts" / "measure_links.py"),
+        "--num-bytes",
+        "4194304",
+        "--repeats",
+        "3",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [*command, *(["--json"] if as_json else [])],
