@@ -21,6 +21,10 @@ from selection import GROUPS, LEFT_OUT, NOT_WHEN_ACTIVE, ON_GPU, PROCESSES, PROC
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_ciera import cpu  # noqa: E402
+
 MODES = ("absent", "inactive", "active")
 VARIABLE = "MEGATRON_LM_PATH"
 UNIT_TESTS = "tests/unit_tests"
@@ -44,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             f"{VARIABLE}: found {os.environ.get(VARIABLE)!r}, needs a Megatron-LM checkout with {UNIT_TESTS}/. "
             "Clone Megatron-LM at the tag core_v0.19.0 and name its folder."
         )
+    if args.gpu and cpu.is_needed():
+        parser.error("--gpu: found no GPU, needs one. Leave --gpu out to run what runs on CPU.")
     differences = 0
     for group in args.groups:
         found = {}
