@@ -7,11 +7,11 @@ Megatron is imported, our seams go in before the user's script imports names fro
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ciera import yaml_config
-from megatron_ciera.errors import ConfigurationError, exit_with
+from megatron_ciera.errors import ConfigurationError, exit_with, refuse
 from megatron_ciera.feature import Feature
 
 _USAGE = """usage: torchrun … -m megatron_ciera path/to/pretrain_gpt.py [--config configs/X.yaml] <Megatron flags> \
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         # As for `python script.py`: a checkout's own `megatron/` beside the script comes before an installed one.
         sys.path[0] = str(script.resolve().parent)
         sys.argv = [str(script), *argv[1:]]
-        prepare()
+        _prepare((), _cpu_defaults_of_others)
         runpy.run_path(str(script), run_name="__main__")
     except ConfigurationError as error:
         exit_with(error)
@@ -50,6 +50,10 @@ def prepare(in_front: Sequence[Feature] = ()) -> None:
     Args:
         in_front: features of the caller's own (feature.py), called at every point of the run before ours.
     """
+    _prepare(in_front, _cpu_defaults)
+
+
+def _prepare(in_front: Sequence[Feature], cpu_defaults: Callable[[list[str]], list[str]]) -> None:
     try:
         config_path, sys.argv[1:] = yaml_config.take_config_flag(sys.argv[1:])
         run_config = yaml_config.load_config(config_path) if config_path else None
@@ -59,7 +63,7 @@ def prepare(in_front: Sequence[Feature] = ()) -> None:
         complete_argv = None
         if cpu.is_needed():
             cpu.install()
-            complete_argv = _cpu_defaults
+            complete_argv = cpu_defaults
         from megatron_ciera import compat, install
 
         install.install(run_config, complete_argv, in_front)
@@ -89,3 +93,16 @@ def _cpu_defaults(argv: list[str]) -> list[str]:
         added = f"; added {' '.join(notes)}" if notes else ""
         print(f"megatron-ciera: no GPU: training on CPU with gloo{added}", flush=True)
     return argv
+
+
+def _cpu_defaults_of_others(argv: list[str]) -> list[str]:
+    """For scripts that do not know this module: what they spawn has no CPU layer, ends, and is waited for."""
+    flag = "--use-persistent-ckpt-worker"
+    if flag in argv:
+        raise refuse(
+            flag,
+            "it set, without a GPU",
+            "it left out with a script that is run by -m megatron_ciera",
+            "Leave it out (--async-save then saves in the foreground), or use scripts/pretrain_gpt.py.",
+        )
+    return _cpu_defaults(argv)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, TINY, launch, without
+from tests.launching import ROOT, SCRIPT, TINY, launch, without
 
 PLAIN = str(ROOT / "tests" / "plain_megatron.py")
 
@@ -103,6 +103,15 @@ def test_megatron_version_out_of_range(tmp_path, other_host):
 def test_missing_script(tmp_path):
     run = launch(tmp_path, 1, [], script=("-m", "megatron_ciera", "no/such/pretrain_gpt.py"), timeout=60)
     assert run.returncode != 0 and "no such file" in run.output and run.tracebacks == 0
+
+
+def test_a_checkpoint_worker_without_the_cpu_layer(tmp_path):
+    """On CPU the worker of an upstream script would end at once, and training would wait for it for ever."""
+    flags = [*TINY, "--save", tmp_path / "saved", "--async-save", "--use-persistent-ckpt-worker"]
+    run = launch(tmp_path, 2, flags, script=("-m", "megatron_ciera", SCRIPT), timeout=120)
+    assert run.returncode != 0 and run.tracebacks == 0
+    assert "--use-persistent-ckpt-worker: found it set, without a GPU" in run.output
+    assert run.output.count("megatron-ciera: error") == 1
 
 
 @pytest.fixture(scope="module")
