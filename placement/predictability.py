@@ -5,10 +5,9 @@ works as far as experts that follow the same experts share a rank, whether or no
 """
 
 import numpy as np
-from scipy.sparse import csr_matrix
 
 from placement.co_selection import expert_counts
-from placement.prediction import SINGLE_PRIOR
+from placement.prediction import SINGLE_PRIOR, token_matrix
 
 _PARTS = 8
 
@@ -25,12 +24,13 @@ def predictable_pairs(top_indices: np.ndarray, evidence: np.ndarray, num_experts
     """
     num_tokens = len(top_indices)
     parts = np.array_split(np.arange(num_tokens), _PARTS)
-    selected = _sparse(top_indices, num_experts)
+    ones = np.ones(top_indices.size, dtype=np.float32)
+    selected = token_matrix(top_indices, ones, num_experts)
     loads = expert_counts(top_indices, num_experts)
     matrix = np.zeros((num_experts, num_experts), dtype=np.float32)
     expected = np.zeros(num_experts, dtype=np.float32)
     for experts in evidence:
-        given = _sparse(experts, num_experts)
+        given = token_matrix(experts, ones, num_experts)
         counts, tokens = (given.T @ selected).toarray(), expert_counts(experts, num_experts)
         for part in parts:
             # Few experts meet in a part, so its counts stay sparse: products with them cost next to nothing.
@@ -47,14 +47,6 @@ def predictable_pairs(top_indices: np.ndarray, evidence: np.ndarray, num_experts
     matrix = (matrix + matrix.T) / np.float32(len(evidence) * evidence.shape[2])
     np.fill_diagonal(matrix, 0.0)
     return matrix
-
-
-def _sparse(top_indices: np.ndarray, num_experts: int) -> csr_matrix:
-    """`incidence`, sparse: [tokens, num_experts] float32."""
-    num_tokens, topk = top_indices.shape
-    ends = np.arange(num_tokens + 1) * topk
-    ones = np.ones(top_indices.size, dtype=np.float32)
-    return csr_matrix((ones, np.ascontiguousarray(top_indices).reshape(-1), ends), (num_tokens, num_experts))
 
 
 def predictable_pairs_reference(top_indices, evidence, num_experts: int) -> np.ndarray:

@@ -129,7 +129,7 @@ def _fit_tables(top_indices, index, expert_to_rank, num_experts, num_ranks):
     keys, where, counts = np.unique(keys.reshape(-1), return_inverse=True, return_counts=True)
     often = np.sort(np.argsort(-counts, kind="stable")[:MAX_PAIRS])
     where = where.reshape(top_indices.shape[1], -1)
-    sums = (_token_matrix(where, np.ones(where.size), len(keys)).T @ target)[often]
+    sums = (token_matrix(where, np.ones(where.size), len(keys)).T @ target)[often]
     keys, counts = keys[often], counts[often][:, None]
     fallback = (previous[keys // num_experts] + before[keys % num_experts]) / 2.0
     pair_tables = (sums + PAIR_PRIOR * fallback) / (counts + PAIR_PRIOR)
@@ -144,7 +144,7 @@ def _pair_keys(previous: np.ndarray, before: np.ndarray, num_experts: int) -> np
 
 def _single_table(experts, target, chance, num_experts) -> np.ndarray:
     counts = np.bincount(experts.reshape(-1), minlength=num_experts)[:, None]
-    sums = _token_matrix(experts, np.ones(experts.size), num_experts).T @ target
+    sums = token_matrix(experts, np.ones(experts.size), num_experts).T @ target
     return ((sums + SINGLE_PRIOR * chance) / (counts + SINGLE_PRIOR)).astype(np.float32)
 
 
@@ -159,10 +159,10 @@ def _pair_corrections(tables: LayerTables, keys: np.ndarray) -> np.ndarray:
     place[place == len(tables.pair_keys)] = 0
     known = tables.pair_keys[place] == keys
     weights = known.reshape(-1).astype(np.float32) / keys.shape[1]
-    return _token_matrix(place, weights, len(tables.pair_keys)) @ corrections
+    return token_matrix(place, weights, len(tables.pair_keys)) @ corrections
 
 
-def _token_matrix(columns: np.ndarray, weights: np.ndarray, num_columns: int):
+def token_matrix(columns: np.ndarray, weights: np.ndarray, num_columns: int):
     """Sparse [tokens, num_columns] with `weights` ([tokens * width]) at `columns` ([tokens, width])."""
     tokens, width = columns.shape
     starts = np.arange(0, tokens * width + 1, width)
