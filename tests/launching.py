@@ -72,7 +72,7 @@ def without(flags: list[str], *names: str) -> list[str]:
 
 
 def launch(
-    folder: Path, processes: int, flags: list[str], *, script=(SCRIPT,), timeout=900, **environment
+    folder: Path, processes: int, flags: list[str], *, script=(SCRIPT,), timeout=240, **environment
 ) -> Run:
     """Runs `script` with `flags` on `processes` processes; never raises for a failed run."""
     folder.mkdir(parents=True, exist_ok=True)
