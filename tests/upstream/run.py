@@ -1,7 +1,7 @@
 """Runs Megatron-LM's own unit tests: without this extension, with it inactive, with it active.
 
     make test-upstream MEGATRON_LM_PATH=path/to/Megatron-LM     # a checkout of core_v0.19.0; no GPU is used
-    MEGATRON_LM_PATH=… python tests/upstream/run.py [--gpu] [--groups moe …] [--modes absent …] [--output FOLDER]
+    MEGATRON_LM_PATH=… python tests/upstream/run.py [--gpu] [--groups moe …] [--modes absent …] [--files moe_layer …]
 
 The tests are taken from the checkout. What each mode means: upstream_plugin.py; what is run: selection.py. Ends
 with 1 if a test has another outcome with the extension than without it. docs/upstream_tests.md has the results.
@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--files", nargs="+", default=[""], help="parts of names; default: all of the groups")
     parser.add_argument("--output", type=Path, default=ROOT / "out" / "upstream")
     parser.add_argument(
         "--gpu", action="store_true", help="over NCCL; ranks share GPUs where there are fewer"
@@ -52,10 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--gpu: found no GPU, needs one. Leave --gpu out to run what runs on CPU.")
     differences = 0
     for group in args.groups:
+        files = [name for name in files_of(group, args.gpu) if any(part in name for part in args.files)]
+        if not files:
+            continue
         found = {}
         for mode in args.modes:
             folder = args.output.resolve() / group / mode
-            run_group(checkout.resolve(), group, mode, folder, args.timeout, args.gpu)
+            run_group(checkout.resolve(), group, files, mode, folder, args.timeout, args.gpu)
             found[mode] = outcomes(folder)
             say_summary(group, mode, found[mode], attached(folder))
         differences += say_differences(found)
@@ -67,8 +71,10 @@ def files_of(group: str, gpu: bool) -> tuple[str, ...]:
     return GROUPS[group] + (ON_GPU[group] if gpu else ())
 
 
-def run_group(checkout: Path, group: str, mode: str, folder: Path, timeout: int, gpu: bool) -> None:
-    """One torchrun of pytest over the group's files; each rank writes its outcomes to `folder`."""
+def run_group(
+    checkout: Path, group: str, files: list[str], mode: str, folder: Path, timeout: int, gpu: bool
+) -> None:
+    """One torchrun of pytest over files of the group; each rank writes its outcomes to `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
