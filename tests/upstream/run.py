@@ -17,7 +17,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from selection import GROUPS, LEFT_OUT, NOT_WHEN_ACTIVE, ON_GPU, PROCESSES, PROCESSES_ON_GPU
+from selection import (
+    GROUPS,
+    LEFT_OUT_ON_CPU,
+    LEFT_OUT_ON_GPU,
+    NOT_WHEN_ACTIVE,
+    ON_GPU,
+    PROCESSES,
+    PROCESSES_ON_GPU,
+)
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -60,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         for mode in args.modes:
             folder = args.output.resolve() / group / mode
             run_group(checkout.resolve(), group, files, mode, folder, args.timeout, args.gpu)
-            found[mode] = outcomes(folder)
+            found[mode] = outcomes(folder, args.gpu)
             say_summary(group, mode, found[mode], attached(folder))
         differences += say_differences(found)
     (args.output / "table.md").write_text(table(args.output, args.gpu))
@@ -111,11 +119,12 @@ def run_group(
             process.wait()
 
 
-def outcomes(folder: Path) -> dict[str, tuple[str, str]]:
+def outcomes(folder: Path, gpu: bool) -> dict[str, tuple[str, str]]:
     """(outcome, reason) of each test: failed if it failed on any rank, else passed if it passed on any."""
+    left_out = LEFT_OUT_ON_GPU if gpu else LEFT_OUT_ON_CPU
     by_test: dict[str, dict[str, str]] = {}
     for line in _lines(folder):
-        if "test" in line and not any(name in line["test"] for name in LEFT_OUT):
+        if "test" in line and not any(name in line["test"] for name in left_out):
             by_test.setdefault(line["test"], {}).setdefault(line["outcome"], line["reason"])
     order = ("failed", "passed", "skipped")
     worst = {test: next(kind for kind in order if kind in kinds) for test, kinds in by_test.items()}
@@ -172,7 +181,7 @@ def table(output: Path, gpu: bool) -> str:
     """Markdown: passed / failed / skipped of each file in each mode whose results are in the folder."""
     lines = ["| file | " + " | ".join(MODES) + " |", "| --- | " + "--- | " * len(MODES)]
     for group in GROUPS:
-        found = {mode: outcomes(output / group / mode) for mode in MODES}
+        found = {mode: outcomes(output / group / mode, gpu) for mode in MODES}
         for name in files_of(group, gpu):
             cells = []
             for mode in MODES:
