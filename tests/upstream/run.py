@@ -90,7 +90,7 @@ def run_group(
     pytest = ["pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-c", os.devnull, "-q"]
     command = [
         *(sys.executable, "-m", *launcher, "-m", *pytest, "--continue-on-collection-errors"),
-        *("--rootdir", str(checkout), *(f"{UNIT_TESTS}/{name}" for name in files_of(group, gpu))),
+        *("--rootdir", str(checkout), *(f"{UNIT_TESTS}/{name}" for name in files)),
     ]
     variables = {
         **os.environ,

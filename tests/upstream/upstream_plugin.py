@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import types
+import unittest.mock
 from datetime import timedelta
 from pathlib import Path
 
@@ -141,6 +142,7 @@ def pytest_load_initial_conftests(early_config):
         import upstream_active
 
         upstream_active.attach()
+    sys.modules.setdefault("mock", unittest.mock)  # what the package of that name was before Python had it
     name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].download_and_extract_asset = _no_download
