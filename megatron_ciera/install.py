@@ -5,6 +5,7 @@ after the arguments are validated and before the training function looks up what
 """
 
 import argparse
+import difflib
 import inspect
 import os
 import sys
@@ -74,9 +75,20 @@ def check_version() -> None:
 
 def _with_our_flags(original):
     def add_megatron_arguments(parser):
-        return flags.add_arguments(original(parser))
+        parser = flags.add_arguments(original(parser))
+        parser.error = lambda message: exit_with(ConfigurationError(message + _hint(message, parser)))
+        return parser
 
     return add_megatron_arguments
+
+
+def _hint(message: str, parser: argparse.ArgumentParser) -> str:
+    """The flags that unknown ones look like. argparse itself prints its usage instead: 700 lines for each rank."""
+    unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
+    unknown = unknown if message.startswith("unrecognized arguments") else []
+    known = {option for action in parser._actions for option in action.option_strings}
+    close = [found for word in unknown for found in difflib.get_close_matches(word, known, n=1)]
+    return (f". Did you mean {', '.join(close)}?" if close else ".") + " --help lists all flags."
 
 
 def _with_config(original, run_config, complete_argv):
@@ -131,10 +143,10 @@ def _our_option_strings() -> set[str]:
 def _with_validation(original, cluster, in_front):
     def validate_args(args, defaults=None):
         defaults = {} if defaults is None else defaults
-        if _disabled() or getattr(args, "yaml_cfg", None) is not None:
-            _attach(args, CieraConfig(), in_front, disabled=True)
-            return original(args, defaults)
-        ours = flags.given_flags(args)
+        ours = [] if getattr(args, "yaml_cfg", None) is not None else flags.given_flags(args)
+        if _disabled():
+            _log(f"{DISABLE}=1: nothing attached{'; ignored: ' if ours else ''}{' '.join(ours)}")
+            ours = []
         if not ours:
             _attach(args, CieraConfig(), in_front)
             return original(args, defaults)
@@ -200,13 +212,11 @@ def _disabled() -> bool:
     return value == "1"
 
 
-def _attach(args, config: CieraConfig, in_front: Sequence[Feature], disabled: bool = False) -> None:
+def _attach(args, config: CieraConfig, in_front: Sequence[Feature]) -> None:
     """Wraps the functions that `pretrain` looks up, if there is a feature to call or a run to observe."""
     features = [*in_front, *_features(config)]
     folder = observe.folder()
     if not features and folder is None:
-        if disabled and _rank() == 0 and _disabled():
-            print(f"megatron-ciera: {DISABLE}=1: nothing attached", flush=True)
         return
     _announce(config)
     from megatron_ciera.training_loop import TrainingLoop

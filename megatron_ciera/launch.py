@@ -22,11 +22,13 @@ Runs an unmodified Megatron training script with megatron-ciera's flags. See REA
 def main(argv: list[str] | None = None) -> None:
     """Attaches to Megatron, then runs the script named first on the command line as `__main__`."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
+    if argv and argv[0] in ("-h", "--help"):
         print(_USAGE)
-        sys.exit(0 if argv else 2)
-    script = Path(argv[0])
+        sys.exit()
     try:
+        if not argv:
+            raise ConfigurationError(f"python -m megatron_ciera: found no training script.\n{_USAGE}")
+        script = Path(argv[0])
         if not script.is_file():
             raise ConfigurationError(
                 f"python -m megatron_ciera {script}: no such file. Name the training script first, then its flags."

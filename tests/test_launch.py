@@ -67,6 +67,14 @@ STOPPED = {
         [*TINY, "--yaml-cfg", "some.yaml", "--ciera"],
         "--yaml-cfg: found --ciera beside it",
     ),
+    "a misspelled flag": (
+        [*TINY, "--ciera", "--ciera-warmup-iter", "2", "--num-layer=3"],
+        "unrecognized arguments: --ciera-warmup-iter 2 --num-layer=3. Did you mean --ciera-warmup-iters, --num-layers?",
+    ),
+    "a value that is no choice": (
+        [*TINY, "--ciera", "--ciera-codec", "zip"],
+        "argument --ciera-codec: invalid choice: 'zip' (choose from",
+    ),
     "an assertion of Megatron": (
         [*TINY, "--ciera", "--overlap-param-gather"],
         "Megatron refuses these flags",
@@ -81,7 +89,7 @@ def test_stops_on_every_rank_with_one_message(tmp_path, case):
     assert run.returncode != 0
     assert message in run.output
     assert run.output.count("megatron-ciera: error") == 1
-    assert run.tracebacks == 0
+    assert run.tracebacks == 0 and "usage:" not in run.output
     assert not (tmp_path / "iterations.jsonl").exists()
 
 
@@ -98,6 +106,12 @@ def test_megatron_version_out_of_range(tmp_path, other_host):
     assert run.returncode != 0
     assert "found version 0.20.0" in run.output and "needs >=0.19,<0.20" in run.output
     assert "must not start" not in run.output and run.tracebacks == 0
+
+
+def test_no_script(tmp_path):
+    run = launch(tmp_path, 1, [], script=("-m", "megatron_ciera"), timeout=60)
+    assert run.returncode != 0 and run.tracebacks == 0
+    assert "found no training script" in run.output and "path/to/pretrain_gpt.py" in run.output
 
 
 def test_missing_script(tmp_path):
@@ -131,6 +145,8 @@ def test_nothing_changes(tmp_path, plain, flags, environment):
     assert run.iterations == plain.iterations
     assert run.parameters == plain.parameters
     assert "attached:" not in run.output
+    said = "MEGATRON_CIERA_DISABLE=1: nothing attached; ignored: --ciera --correlated-placement"
+    assert run.output.count(said) == bool(environment)
 
 
 def test_nothing_is_wrapped_without_flags(parse_flags, monkeypatch):

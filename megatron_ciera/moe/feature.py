@@ -157,6 +157,11 @@ class MoEFeature(Feature):
         self.run.log(
             f"MoE: {len(self._layer_ids)} layers, {kind} dispatcher, expert-parallel size {self._ep_size}"
         )
+        if not self.config.dedup_dispatch and model.moe_token_dispatcher_type == "allgather":
+            self.run.log(
+                "MoE: allgather sends every token to every rank, so the placement saves no traffic. "
+                "Add --moe-token-dispatcher-type alltoall: the deduplicating dispatcher comes with it."
+            )
 
     def _make_refit(self, recorders: dict) -> Refit:
         config = self.config
