@@ -1,7 +1,9 @@
-"""What the two command lines share: trace arguments, progress on standard error, errors without traceback."""
+"""What command lines share: output files, trace arguments, progress on standard error, errors without traceback."""
 
 import argparse
 import sys
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm import tqdm
@@ -25,13 +27,40 @@ def natural_int(text: str) -> int:
     return value
 
 
+def output_file(text: str) -> str:
+    """argparse type: a path that a file can be written at, asked before long work."""
+    path, wanted = Path(text), "wanted the path of a file that can be written; name another"
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: found a folder, {wanted}")
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror} ({folder}), {wanted}") from None
+    return text
+
+
+def plot_file(text: str) -> str:
+    """argparse type: an `output_file` that is drawn, which needs matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            f"{text}: matplotlib is missing; pip install 'megatron-ciera[plots]' (in a clone: '.[plots]'), or "
+            "leave the flag out"
+        )
+    return output_file(text)
+
+
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """TRACE... and the options that say how to read it."""
     parser.add_argument(
         "traces",
         nargs="+",
         metavar="TRACE",
-        help="folder or file of Megatron's router_trace_rank*.jsonl, or an .npz of [layers, tokens, topk]",
+        help="folder of Megatron's router_trace_rank*.jsonl (of every rank; single files: of these ranks alone), or "
+        "an .npz of [layers, tokens, topk]",
     )
     parser.add_argument("--array", metavar="NAME", help="array of the .npz (default: top_indices)")
     parser.add_argument(
@@ -39,7 +68,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=1,
         metavar="PP",
-        help="pipeline stages of the traced run: stage = rank // (ranks / PP) (default: 1)",
+        help="pipeline stages of the traced run: stage = rank // (ranks / PP). A Megatron trace names no stages: a "
+        "wrong size is refused where routing shows it, and noted where too few tokens were read (default: 1)",
     )
     parser.add_argument(
         "--virtual-pipeline-model-parallel-size",

@@ -10,7 +10,7 @@ from placement.evaluate import evaluate, evaluate_loads, layers_in_trace
 from placement.file import Placement
 from placement.load_file import read_loads
 from placement.table_file import load_tables
-from placement.trace import iterate_tokens
+from placement.trace import Watch, iterate_tokens
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,7 +35,9 @@ def _main(argv) -> int:
     args = build_parser().parse_args(argv)
     placement = Placement.load(args.placement)
     loads = read_loads(args.traces)
-    report = _evaluate_loads(placement, loads, args) if loads else _evaluate_trace(placement, args)
+    report, notes = _evaluate_loads(placement, loads, args) if loads else _evaluate_trace(placement, args)
+    for note in notes:
+        (say if args.json else print)(f"note: {note}")
     if args.json:
         print(json.dumps(report))
     else:
@@ -43,52 +45,60 @@ def _main(argv) -> int:
     return 0
 
 
-def _evaluate_loads(placement: Placement, loads, args) -> dict:
+def _evaluate_loads(placement: Placement, loads, args) -> tuple[dict, list[str]]:
     asked = {"--array": args.array, "--skip-tokens": args.skip_tokens, "--num-tokens": args.num_tokens}
     for flag, value in asked.items():
         if value:
             raise ValueError(
                 f"{flag} {value}: {loads.source} holds expert loads ({loads.name}) and no tokens"
             )
-    report = evaluate_loads(placement, loads.loads)
-    say(
-        f"note: {loads.source} holds expert loads only ({loads.name}), which do not say which experts are "
+    note = (
+        f"{loads.source} holds expert loads only ({loads.name}), which do not say which experts are "
         "selected together: rank load is evaluated, rows removed and locality are not"
     )
-    return report
+    return evaluate_loads(placement, loads.loads), [note]
 
 
-def _evaluate_trace(placement: Placement, args) -> dict:
+def _evaluate_trace(placement: Placement, args) -> tuple[dict, list[str]]:
     tables = load_tables(placement.tables_path, placement)
     reader = cli_common.open_trace_arguments(args)
     rows = layers_in_trace(placement, reader.layer_ids, reader.source_layers)
-    _warn_seen(placement, reader, args)
+    fit, counted = placement.fit, _Counted()
+    watch = Watch(fit["skip_tokens"], fit["first_tokens"]) if "first_tokens" in fit else None
     with cli_common.Progress("evaluating", "token", args.num_tokens) as progress:
-        blocks = iterate_tokens(reader, args.skip_tokens, args.num_tokens)
-        report = evaluate(placement, _counted(blocks, progress), rows, tables)
-    for note in reader.notes:
-        say(note)
-    return report
-
-
-def _counted(blocks, progress):
-    seen = 0
-    for block in blocks:
-        yield block
-        seen += block.shape[1]
-        progress(seen)
-
-
-def _warn_seen(placement: Placement, reader, args) -> None:
-    fit = placement.fit
-    fitted_from = fit.get("skip_tokens") or 0
-    until = float("inf") if args.num_tokens is None else args.skip_tokens + args.num_tokens
-    overlap = args.skip_tokens < fitted_from + (fit.get("tokens") or 0) and fitted_from < until
-    if overlap and fit.get("source") == reader.source and fit.get("iteration") in (None, reader.iteration):
-        say(
-            f"note: tokens {fitted_from} to {fitted_from + fit['tokens']} of {reader.source} were fitted on; "
-            "--skip-tokens leaves them out"
+        blocks = iterate_tokens(reader, args.skip_tokens, args.num_tokens, watch)
+        report = evaluate(placement, counted.count(blocks, progress), rows, tables)
+    is_fit_trace = watch.found if watch else fit.get("source") == reader.source
+    notes = _seen_by_fit(fit, args.skip_tokens, counted.num_tokens) if is_fit_trace else []
+    if tables is None:
+        notes.append(
+            f"no {placement.tables_path} beside the placement: the fit wrote prediction tables there, without "
+            "which locality cannot be predicted (-); keep the two files together"
         )
+    return report, notes + reader.notes
+
+
+class _Counted:
+    num_tokens = 0
+
+    def count(self, blocks, progress):
+        for block in blocks:
+            yield block
+            self.num_tokens += block.shape[1]
+            progress(self.num_tokens)
+
+
+def _seen_by_fit(fit: dict, first: int, num_tokens: int) -> list[str]:
+    """A note when tokens of the fit are among the `num_tokens` evaluated from `first`."""
+    fit_first = fit.get("skip_tokens") or 0
+    fit_end = fit_first + (fit.get("tokens") or 0)
+    seen = min(fit_end, first + num_tokens) - max(fit_first, first)
+    if seen <= 0:
+        return []
+    return [
+        f"{seen} of these {num_tokens} tokens are those that the placement was fitted on, where it looks better "
+        f"than it is; leave them out with --skip-tokens {fit_end}"
+    ]
 
 
 def _print_table(placement: Placement, report: dict) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from placement import cli_common
-from placement.cli_common import percent, positive_int, say
+from placement.cli_common import output_file, percent, plot_file, positive_int, say
 from placement.fit import check_shape, fit_layers, infer_num_experts
 from placement.prediction import fit_tables
 from placement.report import write_report
@@ -23,6 +23,20 @@ def _tolerance(text: str) -> float:
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text} found, wanted a number from 0, or inf for no limit")
     return value
+
+
+def _tables_path(output: str) -> Path:
+    return Path(output).with_suffix(".npz")
+
+
+def _placement_file(text: str) -> str:
+    if Path(text) == _tables_path(text):
+        raise argparse.ArgumentTypeError(
+            f"{text}: .npz is the suffix of the prediction tables beside it; name the placement .json"
+        )
+    output_file(text)
+    output_file(str(_tables_path(text)))
+    return text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,14 +75,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: megatron-ciera")
-    parser.add_argument("--report", metavar="PATH", help="write an HTML report with plots (extra `plots`)")
+    parser.add_argument(
+        "--report", type=plot_file, metavar="PATH", help="write an HTML report with plots (extra `plots`)"
+    )
     parser.add_argument(
         "--config", metavar="YAML", help="file whose `cluster:` gives link speeds for the gains in the report"
     )
     parser.add_argument(
         "--hidden-size", type=positive_int, default=4096, metavar="H", help="for the report (default: 4096)"
     )
-    parser.add_argument("--output", default="placement.json", metavar="PATH", help="default: placement.json")
+    parser.add_argument(
+        "--output",
+        type=_placement_file,
+        default="placement.json",
+        metavar="PATH",
+        help="the placement; its prediction tables go beside it as .npz (default: placement.json)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     return parser
 
@@ -81,6 +103,7 @@ def main(argv=None) -> int:
 def _main(argv) -> int:
     args = build_parser().parse_args(argv)
     start = time.perf_counter()
+    cluster = _cluster(args.config)
     reader = cli_common.open_trace_arguments(args)
     with cli_common.Progress("reading", "token", args.num_tokens) as progress:
         tokens = read_tokens(reader, args.skip_tokens, args.num_tokens, progress)
@@ -104,17 +127,17 @@ def _main(argv) -> int:
                 "source": tokens.source,
                 "iteration": tokens.iteration,
                 "skip_tokens": args.skip_tokens,
+                "first_tokens": tokens.digest,
             },
             source_layers=tokens.source_layers,
             progress=progress,
             for_shuffling=not args.rows_only,
         )
         tables = fit_tables(tokens.top_indices, result.placement, num_workers)
-    cluster = _cluster(args.config)
+    write_placement(args.output, result.placement, args.format)
+    save_tables(_tables_path(args.output), tables)
     if args.report:
         write_report(args.report, tokens.top_indices, result, tables, cluster, args.hidden_size)
-    write_placement(args.output, result.placement, args.format)
-    save_tables(Path(args.output).with_suffix(".npz"), tables)
     seconds = time.perf_counter() - start
     if args.json:
         print(json.dumps(_summary(args, result, seconds)))

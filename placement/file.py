@@ -112,12 +112,23 @@ class Placement:
     def load(cls, path) -> "Placement":
         """Reads and validates a placement file. Raises ValueError naming file, layer and reason."""
         path = Path(path)
+        name = f"placement file {path}"
+        if path.is_dir():
+            raise ValueError(f"{name}: found a folder, wanted the .json in it; or {_WAY_OUT}")
         if not path.is_file():
-            raise ValueError(f"placement file {path}: no such file; {_WAY_OUT}")
+            raise ValueError(f"{name}: no such file; {_WAY_OUT}")
+        content = path.read_bytes()
+        if content.startswith(b"PK"):
+            raise ValueError(
+                f"{name}: found an .npz, the prediction tables or a trace; give the placement's .json, which lies "
+                f"beside its tables ({path.with_suffix('.json').name}), or {_WAY_OUT}"
+            )
         try:
-            document = json.loads(path.read_text())
+            document = json.loads(content)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"placement file {path}: not JSON ({error}); {_WAY_OUT}") from None
+            is_cut = content.lstrip()[:1] in (b"", b"{") and not content.rstrip().endswith(b"}")
+            cut = "; the file seems cut off: copy it again, or" if is_cut else ";"
+            raise ValueError(f"{name}: not JSON ({error}){cut} {_WAY_OUT}") from None
         return cls.from_document(document, str(path))
 
     @classmethod

@@ -23,6 +23,7 @@ _CHANCE = 1e-3
 _STANDARD_ERRORS = 2.0
 _BLOCK_TOKENS = 64
 _LAYERS_ASKED = 12
+_SELECTIONS_OF_AN_EXPERT = 8
 
 
 class NoGainError(ValueError):
@@ -149,6 +150,12 @@ def infer_num_experts(top_indices: np.ndarray) -> int:
     num_experts = int(top_indices.max()) + 1
     if int(top_indices.min()) >= 0 and num_experts > 4 * top_indices.shape[-1]:
         seen = len(np.unique(top_indices))
+        if 2 * seen < num_experts and top_indices.size < _SELECTIONS_OF_AN_EXPERT * seen:
+            raise ValueError(
+                f"{top_indices.shape[1]} tokens select only {seen} different experts, the largest id is "
+                f"{num_experts - 1}: too few tokens to tell the number of experts by, let alone to fit from; give "
+                "more (--num-tokens, by default 4096)"
+            )
         if 2 * seen < num_experts:
             raise ValueError(
                 f"the largest expert id is {num_experts - 1} but only {seen} different experts are ever "

@@ -66,12 +66,8 @@ def write_report(
     """Writes the report of a `FitResult` measured on its fit tokens ([layers, tokens, topk]).
 
     `tables`: prediction tables per layer or None; `cluster`: link speeds for the expected gain. Needs
-    matplotlib; raises ValueError when it is missing.
+    matplotlib.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("--report needs matplotlib; pip install 'megatron-ciera[plots]'") from None
     placement = result.placement
     parts = [_header(placement, top_indices), _layer_table(result, tables)]
     parts.append(_rows_section(top_indices, placement))

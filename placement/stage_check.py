@@ -3,8 +3,11 @@
 Stages of one pipeline route the same tokens at different layers: which expert a token takes at one depends
 strongly on which it took at the other. Data parallel ranks route different tokens: position i on one rank has
 nothing to do with position i on the other. So dependence of two ranks' records at equal positions, far beyond
-that of the same records shifted by a few tokens, shows stages.
+that of the same records shifted by a few tokens, shows stages. Where it is absent between ranks taken for
+stages, though it is there between layers of one rank, they are none.
 """
+
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,6 +16,8 @@ _MOST_TOKENS = 8192
 _MOST_LAYERS = 4
 _SHIFTS = (*range(4, 20), *range(-19, -3))
 _STANDARD_DEVIATIONS = 10.0
+_YARDSTICK = 6.0
+_SHARE = 0.25
 
 
 def dependence(first: np.ndarray, second: np.ndarray) -> float:
@@ -57,3 +62,44 @@ def stages_of(first_choices: dict[int, np.ndarray]) -> list[int]:
         and not np.array_equal(reference, first_choices[rank])
         and dependence(reference, first_choices[rank]) > _STANDARD_DEVIATIONS
     ]
+
+
+class StageCheck:
+    """Whether ranks taken for stages route the same tokens, from one step after the other.
+
+    The yardstick is how much the two halves of a rank's own layers depend on each other. Both are sums of
+    `dependence` over ranks and steps, in standard deviations. In recorded routing, trained and not, real
+    stages depend about as much as the halves do.
+    """
+
+    def __init__(self):
+        self.between, self.inside = [], []
+        self.num_tokens = 0
+
+    @property
+    def is_shown(self) -> bool:
+        """True once the records have shown that they are stages."""
+        return _pooled(self.between) > _STANDARD_DEVIATIONS
+
+    def add(self, stages: list[np.ndarray]) -> bool:
+        """Adds the [layers, tokens] first choices of ranks taken for consecutive stages, of the same step.
+
+        True when the records so far contradict it. Beyond 8,192 tokens nothing is looked at any more.
+        """
+        num_tokens = min((experts.shape[1] for experts in stages), default=0)
+        if num_tokens < _FEWEST_TOKENS or self.num_tokens > _MOST_TOKENS or self.is_shown:
+            return False
+        self.num_tokens += num_tokens
+        self.inside += [_between(*np.split(e, [len(e) // 2])) for e in stages if len(e) > 1]
+        self.between += [_between(*pair) for pair in pairwise(stages)]
+        inside = _pooled(self.inside)
+        return bool(self.between) and inside > _YARDSTICK and _pooled(self.between) < _SHARE * inside
+
+
+def _between(before: np.ndarray, behind: np.ndarray) -> float:
+    """Dependence of layers on those right behind them; 0 for equal ones, which are copies of a rank."""
+    return 0.0 if np.array_equal(before, behind) else dependence(before[::-1], behind)
+
+
+def _pooled(deviations: list[float]) -> float:
+    return sum(deviations) / len(deviations) ** 0.5 if deviations else 0.0

@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 
+from placement.cli_common import plot_file
 from placement.co_selection import co_selection, next_expert_shares, pearson
 from placement.fit import fit_layers, infer_num_experts
 from placement.plots import new_figure
@@ -91,7 +92,7 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="placement.study", description=__doc__)
     parser.add_argument("trace", help=".npz with arrays stepN of [layers, tokens, topk]")
     parser.add_argument("--expert-parallel-size", type=int, default=8)
-    parser.add_argument("--plot", required=True)
+    parser.add_argument("--plot", type=plot_file, required=True)
     args = parser.parse_args(argv)
     with np.load(args.trace) as stored:
         arrays = {int(n[4:]): stored[n] for n in stored.files if re.fullmatch(r"step\d+", n)}

@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_ciera.errors import ConfigurationError
 from megatron_ciera.report import sections, summary
 from megatron_ciera.report.run_log import read_run
+from placement.cli_common import plot_file
 from placement.file import write_atomically
 
 
@@ -26,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--baseline", nargs="+", type=Path, metavar="LOG", help="the run to compare with, likewise"
     )
-    made.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
+    made.add_argument("--output", type=plot_file, default="report.html", metavar="FILE", help="the page")
     made.add_argument("--title", default=None, help="the page's title")
     made.add_argument(
         "--unfinished", action="store_true", help="take logs that end before their last iteration"

@@ -54,7 +54,7 @@ def figure(draw: Callable, caption: str, columns: int = 1, size: tuple[float, fl
         import matplotlib
     except ImportError as error:
         raise ConfigurationError(
-            "report.html: matplotlib is missing. pip install 'megatron-ciera[plots]'"
+            "report.html: matplotlib is missing; pip install 'megatron-ciera[plots]', or '.[plots]' in a clone"
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot

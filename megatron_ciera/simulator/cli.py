@@ -22,6 +22,7 @@ from megatron_ciera.simulator.project import Assumptions, Projection, default_fe
 from megatron_ciera.simulator.replay import RECORDED, Target, replay, replay_as_recorded
 from megatron_ciera.simulator.trace import read_trace
 from megatron_ciera.yaml_config import load_config
+from placement.cli_common import output_file, plot_file
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     option("--encode-gb-s", type=float, help="speed of the codec, raw bytes a second; see bench_codec.py")
     option("--decode-gb-s", type=float, help="likewise")
     option("--efficiency", type=float, default=0.45, help="share of the bf16 peak that matrix products reach")
-    option("--plot", metavar="FILE", help="stacked bars of the split of time")
-    option("--timeline", metavar="FILE", help="Chrome trace of the last projection")
+    option("--plot", type=plot_file, metavar="FILE", help="stacked bars of the split of time")
+    option("--timeline", type=output_file, metavar="FILE", help="Chrome trace of the last projection")
     option("--json", action="store_true", help="one JSON object on standard output")
     return made
 

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from placement_traces import coupled_routing, independent_routing, write_run
 
-from placement import Placement, cli_evaluate, cli_fit
+from megatron_ciera.param_gather.codec import stability_cli
+from megatron_ciera.report import cli as report_cli
+from megatron_ciera.simulator import cli as simulator_cli
+from placement import Placement, cli_common, cli_evaluate, cli_fit, study
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 ROUTING = coupled_routing(layers=2, tokens=4096)
@@ -95,7 +98,7 @@ def test_megatron_folder_with_stages(tmp_path):
         (["--expert-parallel-size", 5], "not divisible by --expert-parallel-size 5"),
         (
             ["--expert-parallel-size", 4, "--num-tokens", 5000],
-            "4096 tokens, asked for --skip-tokens 0 --num-t",
+            "4096 tokens, asked for --skip-tokens 0 --num-tokens 5000; .*--moe-routing-trace-max-training-iters",
         ),
         (["--expert-parallel-size", 4, "--array", "none"], "the file has top_indices, later"),
         (
@@ -112,7 +115,7 @@ def test_megatron_folder_with_stages(tmp_path):
 def test_errors_are_one_line_and_leave_no_file(npz, tmp_path, capsys, options, message):
     assert fit(npz, *options, "--output", tmp_path / "p.json") == 2
     captured = capsys.readouterr()
-    assert message in captured.err and "Traceback" not in captured.err and captured.out == ""
+    assert re.search(message, captured.err) and "Traceback" not in captured.err and captured.out == ""
     assert captured.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["routing.npz"]
 
@@ -166,11 +169,130 @@ def test_evaluating_another_model_is_refused(npz, tmp_path, capsys):
     assert evaluate(tmp_path / "none.json", npz) == 2
 
 
-def test_evaluating_the_fit_tokens_is_noted(npz, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "window, seen, evaluated",
+    [
+        ([], 2048, 4096),
+        (["--skip-tokens", 100], 1948 + 500, 3996),
+        (["--skip-tokens", 600, "--num-tokens", 1000], 1000, 1000),
+        (["--skip-tokens", 2548], 0, 1548),
+        (["--num-tokens", 500], 0, 500),
+    ],
+)
+def test_evaluating_the_fit_tokens_is_said_first(npz, tmp_path, capsys, window, seen, evaluated):
+    """Known again by the tokens themselves, whatever the name of their file."""
+    output = tmp_path / "p.json"
+    arguments = ["--expert-parallel-size", 4, "--skip-tokens", 500, "--num-tokens", 2048, "--output", output]
+    assert fit(npz, *arguments) == 0
+    renamed = npz.rename(tmp_path / "other.npz")
+    capsys.readouterr()
+    seen = min(seen, 2048)
+    note = f"note: {seen} of these {evaluated} tokens are those that the placement was fitted on"
+    assert evaluate(output, renamed, *window) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert (first.startswith(note) and first.endswith("--skip-tokens 2548")) == (seen > 0)
+    assert evaluate(output, renamed, *window, "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) and (note in captured.err) == (seen > 0)
+
+
+def test_other_tokens_of_the_same_name_are_not_noted(npz, tmp_path, capsys):
+    output = tmp_path / "p.json"
+    assert fit(npz, "--expert-parallel-size", 4, "--output", output) == 0
+    np.savez(npz, top_indices=coupled_routing(2, 4096, seed=9))
+    assert evaluate(output, npz) == 0
+    assert "fitted on" not in capsys.readouterr().out
+
+
+def test_a_megatron_trace_is_known_again_too(tmp_path, capsys):
+    write_run(tmp_path / "t", ROUTING, steps=2, records=2, ranks=2, tokens=512)
+    output = tmp_path / "p.json"
+    arguments = ["--expert-parallel-size", 4, "--num-tokens", 2048, "--output", output]
+    assert fit(tmp_path / "t", *arguments) == 0
+    assert evaluate(output, tmp_path / "t" / ".." / "t") == 0
+    assert "note: 2048 of these 4096 tokens" in capsys.readouterr().out
+    document = json.loads(output.read_text())
+    del document["fit"]["first_tokens"]
+    output.write_text(json.dumps(document))
+    assert evaluate(output, tmp_path / "t") == 0
+    assert "note: 2048 of these 4096 tokens" in capsys.readouterr().out
+
+
+def test_a_placement_without_its_tables_says_why_locality_is_missing(npz, tmp_path, capsys):
     output = tmp_path / "p.json"
     assert fit(npz, "--expert-parallel-size", 4, "--num-tokens", 2048, "--output", output) == 0
-    capsys.readouterr()
-    assert evaluate(output, npz, "--skip-tokens", 100) == 0
-    assert "were fitted on" in capsys.readouterr().err
     assert evaluate(output, npz, "--skip-tokens", 2048) == 0
-    assert capsys.readouterr().err == ""
+    assert "beside the placement" not in capsys.readouterr().out
+    output.with_suffix(".npz").unlink()
+    assert evaluate(output, npz, "--skip-tokens", 2048) == 0
+    assert f"no {output.with_suffix('.npz')} beside the placement" in capsys.readouterr().out
+
+
+OUTPUTS = {
+    "fit": (cli_fit.main, ["{trace}", "--expert-parallel-size", "4"], ["--output", "--report"]),
+    "study": (study.main, ["{trace}"], ["--plot"]),
+    "report_run": (report_cli.main, ["none.log"], ["--output"]),
+    "measure_stability": (stability_cli.main, ["none.npz", "none.npz"], ["--plot"]),
+    "simulate": (simulator_cli.main, ["--config", "none.yaml"], ["--plot", "--timeline"]),
+}
+
+
+@pytest.mark.parametrize(
+    "tool, flag", [(tool, flag) for tool, (_, _, flags) in OUTPUTS.items() for flag in flags]
+)
+@pytest.mark.parametrize(
+    "path, message", [("folder", "found a folder, wanted the path of a file"), ("file/x", "Not a directory")]
+)
+def test_outputs_are_checked_before_any_work(npz, tmp_path, capsys, tool, flag, path, message):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    main, words, _ = OUTPUTS[tool]
+    with pytest.raises(SystemExit, match="2"):
+        main([word.format(trace=npz) for word in words] + [flag, str(tmp_path / path)])
+    assert f"argument {flag}: {tmp_path / path}: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "tool, flag", [("fit", "--report"), ("report_run", "--output"), ("simulate", "--plot")]
+)
+def test_missing_matplotlib_is_said_before_any_work(npz, tmp_path, capsys, monkeypatch, tool, flag):
+    monkeypatch.setattr(cli_common, "find_spec", lambda name: None)
+    main, words, _ = OUTPUTS[tool]
+    with pytest.raises(SystemExit, match="2"):
+        main([word.format(trace=npz) for word in words] + [flag, str(tmp_path / "x")])
+    found = capsys.readouterr().err
+    assert f"argument {flag}:" in found and "megatron-ciera[plots]" in found and "'.[plots]'" in found
+
+
+def test_an_output_that_the_tables_would_overwrite(npz, tmp_path, capsys):
+    (tmp_path / "p.npz").mkdir()
+    for name, message in (("q.npz", "name the placement .json"), ("p.json", "p.npz: found a folder")):
+        with pytest.raises(SystemExit, match="2"):
+            fit(npz, "--expert-parallel-size", 4, "--output", tmp_path / name)
+        assert message in capsys.readouterr().err
+
+
+def test_a_report_that_fails_leaves_the_placement(npz, tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(cli_fit, "write_report", fail)
+    output = tmp_path / "p.json"
+    arguments = [npz, "--expert-parallel-size", 4, "--output", output, "--report", tmp_path / "r.html"]
+    assert fit(*arguments) == 2
+    assert Placement.load(output) and output.with_suffix(".npz").exists()
+
+
+def test_too_few_tokens_and_wrong_ids_are_told_apart(npz, tmp_path, capsys):
+    assert fit(npz, "--expert-parallel-size", 4, "--num-tokens", 1) == 2
+    assert "1 tokens select only 4 different experts" in capsys.readouterr().err
+    np.savez(npz, top_indices=np.where(ROUTING == 3, 999, ROUTING))
+    assert fit(npz, "--expert-parallel-size", 4) == 2
+    assert "ids may be out of range" in capsys.readouterr().err
+
+
+def test_a_file_of_another_kind_is_named(tmp_path, capsys):
+    (tmp_path / "run.log").write_text("iteration 1")
+    assert fit(tmp_path / "run.log", "--expert-parallel-size", 4) == 2
+    assert f"trace {tmp_path / 'run.log'}: wanted Megatron's router_trace" in capsys.readouterr().err

@@ -38,7 +38,11 @@ def test_round_trip(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{half", "not JSON"),
+        ("{half", r"not JSON \(.*\); the file seems cut off"),
+        ("", "the file seems cut off"),
+        (json.dumps(document())[:-30], "the file seems cut off"),
+        ("iteration 1", r"not JSON \(.*\); fit"),
+        ("PK\x03\x04", r"found an .npz, .*give the placement's .json, .*\(p.json\)"),
         ("[1]", "format is 'list'"),
         (document(format="other"), "format is 'other'"),
         (document(version=2), "version is 2, this package reads 1"),
@@ -70,6 +74,11 @@ def test_refused_files(tmp_path, content, message):
     with pytest.raises(ValueError, match=message) as caught:
         Placement.load(path)
     assert str(path) in str(caught.value) and "fit_placement.py" in str(caught.value)
+
+
+def test_a_folder_is_no_missing_file(tmp_path):
+    with pytest.raises(ValueError, match="found a folder, wanted the .json in it"):
+        Placement.load(tmp_path)
 
 
 def test_missing_file(tmp_path):

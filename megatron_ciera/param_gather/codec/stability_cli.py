@@ -11,6 +11,7 @@ import sys
 from megatron_ciera.param_gather.codec.snapshots import load_pair
 from megatron_ciera.param_gather.codec.stability import CODECS, measure
 from megatron_ciera.param_gather.layout import parameter_class
+from placement.cli_common import plot_file
 
 
 def parse(argv):
@@ -22,7 +23,9 @@ def parse(argv):
     parser.add_argument(
         "--block-size", type=int, default=512, help="values of one exponent block (default 512)"
     )
-    parser.add_argument("--plot", metavar="F", help="write a picture (.png, .svg or .pdf; needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=plot_file, metavar="F", help="write a picture (.png, .svg or .pdf; needs matplotlib)"
+    )
     parser.add_argument(
         "--json", action="store_true", help="one JSON object on standard output and nothing else"
     )
