@@ -69,7 +69,7 @@ STOPPED = {
     ),
     "a misspelled flag": (
         [*TINY, "--ciera", "--ciera-warmup-iter", "2", "--num-layer=3"],
-        "unrecognized arguments: --ciera-warmup-iter 2 --num-layer=3. Did you mean --ciera-warmup-iters, --num-layers?",
+        "--ciera-warmup-iter 2 --num-layer=3. Did you mean --ciera-warmup-iters, --num-layers? --help lists",
     ),
     "a value that is no choice": (
         [*TINY, "--ciera", "--ciera-codec", "zip"],
