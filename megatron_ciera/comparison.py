@@ -8,6 +8,15 @@ from pathlib import Path
 
 from megatron_ciera import observe
 
+# What a feature counts when it does what it is for, and what to do if it never did.
+_EFFECTS = {
+    "ciera/coded_gathers": (
+        "no gather was compressed. Train more iterations than --ciera-warmup-iters (30 by default), or lower it; "
+        "--ciera-no-selection where selection keeps all raw"
+    ),
+    "moe/shuffle_rows_moved": ("no token was shuffled. Train beyond --placement-fit-iteration, or lower it"),
+}
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -62,6 +71,18 @@ def compare(first: Path, second: Path) -> Difference:
     )
 
 
+def without_effect(first: Path, second: Path) -> list[str]:
+    """Features that the second observed run has and the first has not, and that never did anything; why, each."""
+    a, b = observe.read_iterations(first), observe.read_iterations(second)
+    return [
+        reason
+        for name, reason in _EFFECTS.items()
+        if name in b[-1]["metrics"]
+        and name not in a[-1]["metrics"]
+        and not any(observe.metric(record, name) for record in b)
+    ]
+
+
 def _apart(x, y, place: str, found: list[str]) -> float:
     if x == y or (x != x and y != y):
         return 0.0
@@ -82,6 +103,7 @@ def _first_parameter(left: dict, right: dict) -> str:
 def observe_run(command: Sequence[str], folder: Path, log: Path) -> int:
     """Runs a training command observed in `folder`, everything it prints in `log`; returns its exit code."""
     observe.clear(folder)
+    log.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {observe.VARIABLE: str(folder)}
     with open(log, "w") as output:
         return subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 EXIT_CODE = 2
 
@@ -26,6 +27,21 @@ def refuse(flag: str, found: object, wanted: str, remedy: str) -> ConfigurationE
         remedy: one or two things that the user can do.
     """
     return ConfigurationError(f"{flag}: found {found}, needs {wanted}. {remedy}")
+
+
+def check_folder(name: str, path: str | Path) -> None:
+    """Raises ConfigurationError unless `path` is a folder that can be written, or can be made.
+
+    Args:
+        name: flag or variable that names it, as the user wrote it.
+    """
+    there = Path(path).absolute()
+    while not there.exists() and there.parent != there:
+        there = there.parent
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        kind = "which cannot be written" if there.is_dir() else "which is a file"
+        found = f"{path}, {kind}" if there == Path(path).absolute() else f"{path} below {there}, {kind}"
+        raise refuse(name, found, "a folder, there or to be made", "Name another path.")
 
 
 def exit_with(error: Exception) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_ciera import flags, observe, transformer_engine, validation, yaml_config
-from megatron_ciera.errors import ConfigurationError, exit_with
+from megatron_ciera.errors import ConfigurationError, check_folder, exit_with
 from megatron_ciera.feature import Feature, RunInfo
 from megatron_ciera.flags import CieraConfig
 from megatron_ciera.seam import wrap
@@ -147,10 +147,12 @@ def _with_validation(original, cluster, in_front):
         if _disabled():
             _log(f"{DISABLE}=1: nothing attached{'; ignored: ' if ours else ''}{' '.join(ours)}")
             ours = []
-        if not ours:
-            _attach(args, CieraConfig(), in_front)
-            return original(args, defaults)
         try:
+            if observe.folder() is not None:
+                check_folder(observe.VARIABLE, observe.folder())
+            if not ours:
+                _attach(args, CieraConfig(), in_front)
+                return original(args, defaults)
             validation.before_megatron(args)
             transformer_engine.check(args, _has_transformer_engine())
             validated = _megatron_validation(original, args, defaults)

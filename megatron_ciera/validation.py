@@ -8,7 +8,7 @@ import argparse
 import math
 import os
 
-from megatron_ciera.errors import refuse
+from megatron_ciera.errors import check_folder, refuse
 from megatron_ciera.flags import given_flags
 from megatron_ciera.moe import rules as moe_rules
 from megatron_ciera.shuffle import rules as shuffle_rules
@@ -51,6 +51,8 @@ def before_megatron(args: argparse.Namespace) -> None:
             "--sequence-parallel, as Megatron's MoE layers do",
             "Add --sequence-parallel, or set --tensor-model-parallel-size 1.",
         )
+    if args.ciera_record is not None:
+        check_folder("--ciera-record", args.ciera_record)
     if args.ciera:
         _check_ciera(args)
     if args.correlated_placement or args.dedup_dispatch or args.token_shuffle:

@@ -75,6 +75,10 @@ STOPPED = {
         [*TINY, "--ciera", "--ciera-codec", "zip"],
         "argument --ciera-codec: invalid choice: 'zip' (choose from",
     ),
+    "a trace where a file is": (
+        [*TINY, "--ciera-record", __file__],
+        f"--ciera-record: found {__file__}, which is a file, needs a folder",
+    ),
     "an assertion of Megatron": (
         [*TINY, "--ciera", "--overlap-param-gather"],
         "Megatron refuses these flags",
@@ -91,6 +95,14 @@ def test_stops_on_every_rank_with_one_message(tmp_path, case):
     assert run.output.count("megatron-ciera: error") == 1
     assert run.tracebacks == 0 and "usage:" not in run.output
     assert not (tmp_path / "iterations.jsonl").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--ciera"]], ids=["stock", "with a flag"])
+def test_a_folder_for_observing_that_cannot_be_made(tmp_path, flags):
+    path = f"{__file__}/below"
+    run = launch(tmp_path, 2, [*TINY, *flags], timeout=120, MEGATRON_CIERA_OBSERVE=path)
+    assert run.returncode != 0 and run.tracebacks == 0
+    assert f"MEGATRON_CIERA_OBSERVE: found {path} below {__file__}, which is a file" in run.output
 
 
 def test_unknown_yaml_key(tmp_path):

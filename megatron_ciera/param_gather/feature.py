@@ -142,10 +142,16 @@ class ParamGatherFeature(Feature):
     def _summary(self) -> str:
         """The totals so far, in one line."""
         total = self._totals
+        coded, raw = (total.get(name, 0) for name in ("coded_gathers", "raw_gathers"))
+        nothing = (
+            f"; NOTHING WAS COMPRESSED: all in the warm-up (--ciera-warmup-iters {self.config.ciera_warmup_iters}), "
+            "or kept raw by selection"
+        )
         return (
             f"--ciera: {total.get('bytes_sent', 0):.0f} of {total.get('bytes_raw', 0):.0f} bytes sent "
-            f"(ratio {_ratio(total):.4f}), "
+            f"(ratio {_ratio(total):.4f}), {coded:.0f} gathers compressed, {raw:.0f} raw, "
             f"{sum(total.get(f'raw_fallbacks/{reason}', 0) for reason in FALLBACKS):.0f} raw fallbacks"
+            f"{nothing if raw and not coded else ''}"
         )
 
     def _slowest(self, device: torch.device) -> dict[str, float]:

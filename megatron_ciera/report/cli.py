@@ -58,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _write(options: argparse.Namespace) -> dict:
     run = read_run(options.logs, options.unfinished)
     baseline = read_run(options.baseline, options.unfinished) if options.baseline else None
+    if baseline is not None:
+        same = [f"{a} and {b}" for a in run.files for b in baseline.files if a.samefile(b)]
+        if same:
+            raise ConfigurationError(
+                f"--baseline: found the run itself ({same[0]} are one file), needs another run. Name the log of the "
+                "run to compare with, or leave it out"
+            )
     found = summary.summarise(run, baseline)
     title = options.title or f"Training run {options.logs[0]}"
     write_atomically(options.output, sections.document(run, baseline, found, title))

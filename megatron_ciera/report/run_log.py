@@ -146,8 +146,9 @@ def _check_ends(console: ConsoleLog, logs: list[Path], unfinished: bool) -> None
     names = ", ".join(map(str, logs))
     if not console.iterations:
         raise ConfigurationError(
-            f"{names}: found no logged iteration. The run stopped before its first, --log-interval is longer than "
-            "the run, or the lines are in the log of the last rank: give that one too"
+            f"{names}: found no logged iteration (' iteration 10/ 100 | …'). The run stopped before its first, "
+            "--log-interval is longer than the run, the lines are in the log of the last rank (give that one too), "
+            "or this is no console log"
         )
     if not unfinished and not console.reached_its_end:
         raise ConfigurationError(

@@ -203,6 +203,7 @@ def bad_logs(runs, folder):
         "truncated": ([path["truncated"]], "ends after iteration 5 of 2000"),
         "stopped at start": ([path["stopped"]], "no logged iteration"),
         "no overlap": ([stock, "--baseline", path["later"]], "1 to 8"),
+        "against itself": ([runs / "stock", "--baseline", stock], "found the run itself"),
         "baseline empty": ([stock, "--baseline", path["empty"]], "is empty"),
         "other sources": (
             [runs / "stock" / "iterations.jsonl", "--baseline", stock],
@@ -213,7 +214,7 @@ def bad_logs(runs, folder):
     }
 
 
-BAD = "missing|empty|binary|other program|truncated|stopped at start|no overlap|baseline empty|other sources|"
+BAD = "missing|empty|against itself|binary|other program|truncated|stopped at start|no overlap|baseline empty|other sources|"
 BAD += "folder without logs|damaged observations"
 
 
