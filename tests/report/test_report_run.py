@@ -214,8 +214,10 @@ def bad_logs(runs, folder):
     }
 
 
-BAD = "missing|empty|against itself|binary|other program|truncated|stopped at start|no overlap|baseline empty|other sources|"
-BAD += "folder without logs|damaged observations"
+BAD = (
+    "missing|empty|against itself|binary|other program|truncated|stopped at start|no overlap|baseline empty|"
+)
+BAD += "other sources|folder without logs|damaged observations"
 
 
 @pytest.mark.parametrize("case", BAD.split("|"))
