@@ -35,7 +35,7 @@ def load_config(path: str) -> RunConfig:
         text = Path(path).read_text()
     except OSError as error:
         raise ConfigurationError(
-            f"--config {path}: {error.strerror}. Name a readable YAML file; configs/ has examples."
+            f"--config {path}: {error.strerror}. Name a readable YAML file; configs/ of a clone has examples."
         ) from error
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
