@@ -102,7 +102,9 @@ def job_from_config(config: RunConfig, from_trace: bool = False) -> Job:
         ConfigurationError: no cluster section, or a setting that the simulator does not model.
     """
     if config.cluster is None:
-        raise refuse("--config", f"{config.path} without `cluster:`", "one", "Add it; configs/ of a clone has some.")
+        raise refuse(
+            "--config", f"{config.path} without `cluster:`", "one", "Add it; configs/ of a clone has some."
+        )
     flags = _Flags(config.flags)
     if not from_trace:
         _check_precision(flags)
