@@ -143,10 +143,9 @@ class ParamGatherFeature(Feature):
         """The totals so far, in one line."""
         total = self._totals
         coded, raw = (total.get(name, 0) for name in ("coded_gathers", "raw_gathers"))
-        nothing = (
-            f"; NOTHING WAS COMPRESSED: all in the warm-up (--ciera-warmup-iters {self.config.ciera_warmup_iters}), "
-            "or kept raw by selection"
-        )
+        warmup = f"the run ended in its warm-up (--ciera-warmup-iters {self.config.ciera_warmup_iters})"
+        in_warmup = any(built.group.warming_up for built in self.built)
+        nothing = f"; nothing was compressed: {warmup if in_warmup else 'selection keeps all raw'}"
         return (
             f"--ciera: {total.get('bytes_sent', 0):.0f} of {total.get('bytes_raw', 0):.0f} bytes sent "
             f"(ratio {_ratio(total):.4f}), {coded:.0f} gathers compressed, {raw:.0f} raw, "

@@ -116,6 +116,17 @@ def test_training_is_bit_identical(name, tmp_path):
     check_metrics(CASES[name], check(CASES[name], iterations, tmp_path))
 
 
+@pytest.mark.parametrize("warmup, iterations", [(30, 3), (2, 4)], ids=["inside the warm-up", "beyond it"])
+def test_the_end_says_whether_anything_was_compressed(warmup, iterations, tmp_path):
+    flags = ["--train-iters", str(iterations), "--ciera", "--ciera-warmup-iters", str(warmup)]
+    run = launch(tmp_path, 2, [*TINY, *flags]).check()
+    coded = total(run.iterations, "coded_gathers")
+    assert (coded == 0) == (warmup > iterations)
+    assert f"{coded:.0f} gathers compressed, " in run.output
+    nothing = f"nothing was compressed: the run ended in its warm-up (--ciera-warmup-iters {warmup})"
+    assert (nothing in run.output) == (coded == 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bit_identical_over_200_iterations(name, tmp_path):
