@@ -8,15 +8,6 @@ from pathlib import Path
 
 from megatron_ciera import observe
 
-# What a feature counts when it does what it is for, and what to do if it never did.
-_EFFECTS = {
-    "ciera/coded_gathers": (
-        "no gather was compressed. Train more iterations than --ciera-warmup-iters (30 by default), or lower it; "
-        "--ciera-no-selection where selection keeps all raw"
-    ),
-    "moe/shuffle_rows_moved": ("no token was shuffled. Train beyond --placement-fit-iteration, or lower it"),
-}
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -71,16 +62,15 @@ def compare(first: Path, second: Path) -> Difference:
     )
 
 
-def without_effect(first: Path, second: Path) -> list[str]:
-    """Features that the second observed run has and the first has not, and that never did anything; why, each."""
-    a, b = observe.read_iterations(first), observe.read_iterations(second)
-    return [
-        reason
-        for name, reason in _EFFECTS.items()
-        if name in b[-1]["metrics"]
-        and name not in a[-1]["metrics"]
-        and not any(observe.metric(record, name) for record in b)
-    ]
+def without_effect(first: Path, second: Path, flags: Sequence[str]) -> dict[str, str]:
+    """Flags that changed nothing in the second observed run, and why.
+
+    Those that changed nothing in the first either are not what is compared, unless they are among `flags`.
+    """
+    a, b = (observe.read_iterations(path)[-1].get("without_effect", {}) for path in (first, second))
+    return {
+        flag: why for flag, why in b.items() if flag not in a or any(word.startswith(flag) for word in flags)
+    }
 
 
 def _apart(x, y, place: str, found: list[str]) -> float:

@@ -1,4 +1,4 @@
-"""Runs a training command without and with some flags, and asserts that nothing changed.
+"""Runs a training command with and without some flags, and asserts that they change nothing.
 
     scripts/loss_compare.py --with "--ciera" [--iterations N] -- torchrun … scripts/pretrain_gpt.py <Megatron flags>
 
@@ -10,93 +10,154 @@ On GPUs give --deterministic-mode; --stock-twice shows that two runs without the
 
 import argparse
 import json
+import os
 import shlex
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
+from megatron_ciera import observe
 from megatron_ciera.comparison import compare, observe_run, without_effect
-from megatron_ciera.errors import ConfigurationError, check_folder
+from megatron_ciera.errors import output_folder
+from megatron_ciera.install import DISABLE
 from placement.cli_common import positive_int
+
+_REPORT = {"loss_compare.py": "report_run.py", "ciera-loss-compare": "ciera-report-run"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line of scripts/loss_compare.py; returns the exit status."""
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        return _compare(options, options.output or Path(scratch))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--with", dest="flags", metavar="FLAGS", help="flags to add, in one string")
-    parser.add_argument("--without", default="", help="flags for the other run instead, in one string")
+    parser.add_argument(
+        "--with", dest="flags", type=_words, metavar="FLAGS", help="flags to add, in one string"
+    )
+    parser.add_argument(
+        "--without",
+        type=_words,
+        default=[],
+        metavar="FLAGS",
+        help="flags for the other run instead, in one string",
+    )
     parser.add_argument(
         "--iterations", type=positive_int, default=None, help="appends --train-iters N to both"
     )
     parser.add_argument("--stock-twice", action="store_true", help="compare two plain runs as well")
-    parser.add_argument("--output", type=Path, default=None, help="keep logs and observations here")
+    parser.add_argument(
+        "--output", type=output_folder, default=None, help="keep logs and observations in this folder"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND…")
-    options = parser.parse_args(_with_values_joined(sys.argv[1:] if argv is None else argv))
+    options = parser.parse_args(_with_values_joined(argv))
     if options.flags is None:
         parser.error(
-            '--with: found none, wanted the flags to compare a run with, as in --with "--ciera". Runs that are '
-            "over are compared by report_run.py LOG --baseline LOG (ciera-report-run)"
+            '--with: found none, needs the flags to compare a run with, as in --with "--ciera". Runs that are '
+            f"over are compared by {_report_program()} LOG --baseline LOG"
         )
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
+    if options.flags == options.without:
+        parser.error(
+            f"--with: found {shlex.join(options.flags) or 'no flag'}, as --without, needs flags in which the runs "
+            'differ. Give some, as in --with "--ciera"'
+        )
+    if os.environ.get(DISABLE) == "1":
+        parser.error(f"{DISABLE}: found 1, needs 0 or nothing: both runs would be stock. Unset it")
+    options.command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not options.command:
         parser.error("no command to run: give it after --")
+    if shutil.which(options.command[0]) is None:
+        parser.error(
+            f"found {options.command[0]}, needs a program that can be run, such as torchrun. Correct it after --"
+        )
     if options.iterations is not None:
-        command += ["--train-iters", str(options.iterations)]
+        options.command += ["--train-iters", str(options.iterations)]
+    return options
+
+
+def _words(text: str) -> list[str]:
+    """argparse type: flags in one string."""
     try:
-        if options.output is not None:
-            check_folder("--output", options.output)
-        with tempfile.TemporaryDirectory() as scratch:
-            return _compare(options, command, options.output or Path(scratch))
-    except ConfigurationError as error:
-        parser.error(str(error))
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"found {text}: {error}. Close it") from None
 
 
 def _with_values_joined(argv: list[str]) -> list[str]:
     """`--with "--ciera"` as `--with=--ciera`: argparse takes a value of one word that starts with - for a flag."""
     joined, words = [], iter(argv)
     for word in words:
-        if word == "--":
-            return [*joined, word, *words]
         value = next(words, None) if word in ("--with", "--without") else None
+        if "--" in (word, value):  # what follows is the command's own
+            return [*joined, *([word, value] if value else [word]), *words]
         joined.append(word if value is None else f"{word}={value}")
     return joined
 
 
-def _compare(options, command: list[str], folder: Path) -> int:
+def _compare(options, folder: Path) -> int:
     # The flags under test first: a mistake in them shows before anything else has been trained.
-    runs = {"with": shlex.split(options.flags), "without": shlex.split(options.without)}
+    runs = {"with": options.flags, "without": options.without}
     if options.stock_twice:
-        runs["again"] = runs["without"]
-    for name, flags in runs.items():
-        log = folder / name / "log.txt"
-        code = observe_run([*command, *flags], folder / name, log)
-        if code:
-            said = log.read_text(errors="replace")
-            print(f"{said[-4000:]}\nthe run '{name}' ended with exit code {code}", file=sys.stderr)
-            return 2
+        runs["again"] = options.without
     try:
+        for name, flags in runs.items():
+            log = folder / name / "log.txt"
+            code = observe_run([*options.command, *flags], folder / name, log)
+            if code:
+                said = log.read_text(errors="replace")
+                kept = f"; all it printed: {log}" if options.output else ""
+                print(f"{said[-4000:]}\nthe run '{name}' ended with exit code {code}{kept}", file=sys.stderr)
+                return 2
+            observe.read_iterations(folder / name)  # nothing to compare: known before the next run
         results = {"comparison": compare(folder / "without", folder / "with").as_dict()}
         if options.stock_twice:
             results["stock_twice"] = compare(folder / "again", folder / "without").as_dict()
-        idle = without_effect(folder / "without", folder / "with")
+        idle = without_effect(folder / "without", folder / "with", options.flags)
     except (ValueError, OSError) as error:
-        print(f"error: the runs cannot be compared: {error}. Give --log-interval 1", file=sys.stderr)
+        print(f"error: the runs cannot be compared: {error}", file=sys.stderr)
         return 2
+    equal = all(found["equal"] for found in results.values())
     if options.json:
-        print(json.dumps({"with": options.flags, "command": command, "without_effect": idle, **results}))
-    else:
+        flags = {"with": shlex.join(options.flags), "command": options.command}
+        print(json.dumps({**flags, "without_effect": idle, **results}))
+    elif not (equal and idle):
         for name, found in results.items():
             print(f"{name}: {_sentence(found)}")
-        if options.output is not None:
-            runs = f"{folder / 'with'} --baseline {folder / 'without'}"
-            print(f"both runs on a page: report_run.py {runs}  (ciera-report-run)")
+        print(_report_hint(options.output))
+    if not equal:
+        return 1
     if idle:
-        print(f"error: the comparison proves nothing: {'; '.join(idle)}", file=sys.stderr)
-        return 2
-    return 0 if all(found["equal"] for found in results.values()) else 1
+        _say_nothing_is_proved(idle, results["comparison"]["iterations"])
+    return 2 if idle else 0
+
+
+def _say_nothing_is_proved(idle: dict[str, str], iterations: int) -> None:
+    print(f"error: equal over {iterations} iterations, which proves nothing:", file=sys.stderr)
+    for flag, why in idle.items():
+        print(f"  {flag} had no effect: {why}", file=sys.stderr)
+
+
+def _report_hint(output: Path | None) -> str:
+    """How to see both runs on a page."""
+    if output is None:
+        return f"logs were not kept; --output FOLDER keeps them, for a page of both by {_report_program()}"
+    run, baseline, page = (shlex.quote(str(output / name)) for name in ("with", "without", "report.html"))
+    return f"both runs on a page: {_report_program()} {run} --baseline {baseline} --output {page}"
+
+
+def _report_program() -> str:
+    """The report's command, beside this one: the script in a clone, the command of an installed package."""
+    typed = Path(sys.argv[0])
+    if typed.name not in _REPORT:
+        return "ciera-report-run"
+    python = [sys.executable] if typed.suffix == ".py" else []
+    return shlex.join([*python, str(typed.with_name(_REPORT[typed.name]))])
 
 
 def _sentence(found: dict) -> str:

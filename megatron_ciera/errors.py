@@ -1,5 +1,6 @@
 """The one error that ends a run before its first collective, and how it is shown."""
 
+import argparse
 import os
 import sys
 import time
@@ -35,13 +36,32 @@ def check_folder(name: str, path: str | Path) -> None:
     Args:
         name: flag or variable that names it, as the user wrote it.
     """
-    there = Path(path).absolute()
-    while not there.exists() and there.parent != there:
+    if (found := _no_folder(Path(path))) is not None:
+        raise refuse(name, found, *_FOLDER)
+
+
+def output_folder(text: str) -> Path:
+    """argparse type: `check_folder` for the tools."""
+    if (found := _no_folder(Path(text))) is not None:
+        wanted, remedy = _FOLDER
+        raise argparse.ArgumentTypeError(f"found {found}, needs {wanted}. {remedy}")
+    return Path(text)
+
+
+_FOLDER = "a folder, there or to be made", "Name another path."
+
+
+def _no_folder(path: Path) -> str | None:
+    """Why nothing can be written in `path`, or None if it is a folder for that, or can be made."""
+    there = path.absolute()
+    while not os.path.lexists(there):  # a link to nowhere is there: no folder can be made in its place
         there = there.parent
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        kind = "which cannot be written" if there.is_dir() else "which is a file"
-        found = f"{path}, {kind}" if there == Path(path).absolute() else f"{path} below {there}, {kind}"
-        raise refuse(name, found, "a folder, there or to be made", "Name another path.")
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return None
+    kind = "which cannot be written" if there.is_dir() else "which is a file"
+    if there.is_symlink() and not there.exists():
+        kind = "which is a link to nowhere"
+    return f"{path}, {kind}" if there == path.absolute() else f"{path} below {there}, {kind}"
 
 
 def exit_with(error: Exception) -> None:

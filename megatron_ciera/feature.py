@@ -66,3 +66,7 @@ class Feature:
 
     def finished(self) -> None:
         """Training ended; parameters are gathered on every rank."""
+
+    def without_effect(self) -> dict[str, str]:
+        """Flags that changed nothing in the whole run, and why. After the last `metrics`; no communication."""
+        return {}

@@ -44,13 +44,18 @@ class Observer:
             file.write(json.dumps(record) + "\n")
         self._first = False
 
-    def tail(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics counted after the last logged iteration to its record, under "tail". Call on one rank."""
+    def tail(self, metrics: Mapping[str, float], without_effect: Mapping[str, str]) -> None:
+        """Adds to the last record what is known after it. Call on one rank.
+
+        "tail": metrics counted since. "without_effect": flags that changed nothing in the run, and why.
+        """
         file = self.path / "iterations.jsonl"
-        if self._first or not metrics:
+        known = {"tail": dict(metrics), "without_effect": dict(without_effect)}
+        known = {name: values for name, values in known.items() if values}
+        if self._first or not known:
             return
         *before, last = file.read_text().splitlines()
-        record = json.loads(last) | {"tail": dict(metrics)}
+        record = json.loads(last) | known
         file.write_text("\n".join([*before, json.dumps(record)]) + "\n")
 
     def parameters(self, model_chunks: list, rank: int) -> None:
@@ -85,7 +90,8 @@ def read_iterations(path: Path) -> list[dict]:
     if not file.is_file():
         raise ValueError(
             f"{file}: not found, wanted what an observed run writes: {VARIABLE} counts in a training launched "
-            "through megatron_ciera (scripts/pretrain_gpt.py), from the first iteration that is logged"
+            "through megatron_ciera (scripts/pretrain_gpt.py), from the first iteration that is logged: give "
+            "--log-interval 1"
         )
     return [json.loads(line) for line in file.read_text().splitlines()]
 

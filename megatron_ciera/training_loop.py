@@ -115,9 +115,12 @@ class TrainingLoop:
         result = original(*args, **kwargs)
         self._each("finished")
         values = self._metrics()
+        idle = {flag: why for feature in self.features for flag, why in feature.without_effect().items()}
+        for flag, why in idle.items():
+            self.run.log(f"{flag} had no effect: {why}")
         if self.observer:
             if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-                self.observer.tail(values)
+                self.observer.tail(values, idle)
             self.observer.parameters(self.model_chunks, torch.distributed.get_rank())
         return result
 

@@ -224,10 +224,11 @@ def _check_placement(args) -> None:
                 "torch_dist with --correlated-placement (other formats store experts by place, not by name)",
                 "Use --ckpt-format torch_dist, or leave out --correlated-placement.",
             )
-    if args.placement_file is not None and not os.access(args.placement_file, os.R_OK):
+    file = args.placement_file
+    if file is not None and (os.path.isdir(file) or not os.access(file, os.R_OK)):
         raise refuse(
             "--placement-file",
-            f"{args.placement_file}, which cannot be read",
+            f"{file}, which {'is a folder' if os.path.isdir(file) else 'cannot be read'}",
             "a file written by scripts/fit_placement.py",
             "Check the path; every node must see the same file.",
         )

@@ -33,9 +33,10 @@ def load_config(path: str) -> RunConfig:
     """
     try:
         text = Path(path).read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "not a text file")
         raise ConfigurationError(
-            f"--config {path}: {error.strerror}. Name a readable YAML file; configs/ of a clone has examples."
+            f"--config {path}: {reason}. Name a readable YAML file; configs/ of a clone has examples."
         ) from error
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -25,6 +25,7 @@ from _node_parity import CIERA, PLACED, SHUFFLED, parity
 from _node_table import table
 from _runs import LINKS, SCRIPTS, launch, result_of, slug, train
 from megatron_ciera.cluster import Link
+from megatron_ciera.errors import output_folder
 from megatron_ciera.simulator.features import parse_features, rates_at
 from megatron_ciera.simulator.hardware import hardware
 from megatron_ciera.simulator.job import job_from_config
@@ -185,7 +186,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--gpus", type=int, default=8, help="processes, a GPU each")
-    option("--output", type=Path, required=True)
+    option("--output", type=output_folder, required=True)
     option("--stages", nargs="*", choices=STAGES, default=list(STAGES), help="none: predictions only")
     option("--links", nargs="+", choices=LINKS, default=list(LINKS))
     option(

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from megatron_ciera import cpu
+from megatron_ciera.errors import output_folder
 from megatron_ciera.quickstart import page, steps, summary
 from megatron_ciera.quickstart.runs import Plan
 
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_folder,
         default=Path("out/quickstart"),
         help="folder, new or of an earlier quickstart, which is removed",
     )

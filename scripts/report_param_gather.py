@@ -21,6 +21,7 @@ from pathlib import Path
 
 from _runs import LINKS, LOCAL, SCRIPTS, train
 from megatron_ciera.comparison import compare
+from megatron_ciera.errors import output_folder
 
 SMALL = (
     "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-experts 8 "
@@ -183,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--weights", nargs="+", required=True)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=output_folder, required=True)
     parser.add_argument("--stages", nargs="+", default=["parity", "bench", "steps"])
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from _runs import LINKS, TRAIN, iteration_seconds, launch
 from megatron_ciera import observe
+from megatron_ciera.errors import output_folder
 from megatron_ciera.simulator.trace import read_trace
 from megatron_ciera.simulator.validation import Measured, on_link, predict, table
 from megatron_ciera.yaml_config import load_config
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=output_folder, required=True)
     parser.add_argument("--config", default=str(ROOT / "configs" / "moe_8e_h200_2gpus.yaml"))
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     parser.add_argument("--iterations", type=int, default=16)

@@ -1,12 +1,13 @@
 """Comparing observed runs: equal is equal to the bit, and every kind of difference is found and named."""
 
 import json
+import shlex
 import sys
 
 import pytest
 
 from megatron_ciera import comparison_cli
-from megatron_ciera.comparison import compare, observe_run
+from megatron_ciera.comparison import compare, observe_run, without_effect
 
 
 def run(folder, losses=(1.0, 0.5), norms=(2.0, 1.5), digests=("aa", "bb"), first=1):
@@ -65,14 +66,39 @@ def test_what_an_earlier_run_observed_is_not_taken_for_this_one(tmp_path):
     assert list(folder.iterdir()) == []
 
 
-# What `comparison_cli` runs here: it writes what an observed run would, with the counts that its flags ask for.
+IDLE = {"--ciera": "in the warm-up", "--correlated-placement": "no fit"}
+
+
+@pytest.mark.parametrize(
+    "first, second, flags, found",
+    [
+        ((), ("--ciera",), "--ciera", {"--ciera"}),
+        ((), ("--ciera",), "", {"--ciera"}),  # from the command's own YAML
+        (("--ciera",), (), "--ciera", set()),
+        (("--correlated-placement",), ("--correlated-placement",), "--ciera", set()),  # not what is compared
+        (("--ciera",), ("--ciera",), "--ciera-codec delta", {"--ciera"}),
+    ],
+)
+def test_flags_without_effect(tmp_path, first, second, flags, found):
+    folders = [run(tmp_path / name) for name in "ab"]
+    for folder, idle in zip(folders, (first, second), strict=True):
+        *before, last = (folder / "iterations.jsonl").read_text().splitlines()
+        last = json.loads(last) | {"without_effect": {flag: IDLE[flag] for flag in idle}}
+        (folder / "iterations.jsonl").write_text("\n".join([*before, json.dumps(last)]))
+    assert without_effect(*folders, flags.split()) == {flag: IDLE[flag] for flag in found}
+
+
+# What `comparison_cli` runs here: it writes what an observed run would, as its flags ask for.
 TRAINING = """
 import json, os, pathlib, sys
 folder = pathlib.Path(os.environ["MEGATRON_CIERA_OBSERVE"])
-on = "--ciera" in sys.argv
-metrics = {"ciera/coded_gathers": float("--few" not in sys.argv)} if on else {}
-record = {"iteration": 1, "losses": {"lm loss": 1.0}, "grad_norm": 2.0, "metrics": metrics}
-(folder / "iterations.jsonl").write_text(json.dumps(record) + chr(10))
+record = {"iteration": 1, "losses": {"lm loss": 1.0}, "grad_norm": 2.0, "metrics": {}}
+if "--few" in sys.argv:
+    record["without_effect"] = {"--ciera": "all 3 gathers were in the warm-up"}
+if "--other" in sys.argv:
+    record["grad_norm"] = 3.0
+if "--unlogged" not in sys.argv:
+    (folder / "iterations.jsonl").write_text(json.dumps(record) + chr(10))
 (folder / "parameters_rank0.json").write_text(json.dumps({"0.weight": "aa"}))
 with open(sys.argv[1], "a") as runs:
     runs.write(" ".join(sys.argv[2:]) + chr(10))
@@ -91,15 +117,36 @@ def test_flags_in_one_string(tmp_path, capsys, command, flags):
     assert comparison_cli.main([*flags, "--output", str(tmp_path / "both"), *command]) == 0
     said = capsys.readouterr().out
     assert "equal over 1 iterations" in said
-    assert f"report_run.py {tmp_path}/both/with --baseline {tmp_path}/both/without" in said
+    assert f"ciera-report-run {tmp_path}/both/with --baseline {tmp_path}/both/without --output" in said
     assert (tmp_path / "runs").read_text().splitlines() == [flags[-1].removeprefix("--with="), ""]
 
 
-@pytest.mark.parametrize("flags", ["--ciera --few", "--ciera"])
-def test_a_run_that_compressed_nothing_proves_nothing(capsys, command, flags):
-    status = comparison_cli.main(["--with", flags, *command])
-    assert status == (2 if "--few" in flags else 0)
-    assert ("proves nothing: no gather was compressed" in capsys.readouterr().err) == (status == 2)
+@pytest.mark.parametrize(
+    "flags, status", [("--ciera", 0), ("--ciera --few", 2), ("--ciera --few --other", 1)]
+)
+def test_a_run_that_compressed_nothing_proves_nothing(capsys, command, flags, status):
+    assert comparison_cli.main(["--with", flags, *command]) == status
+    said = capsys.readouterr()
+    assert ("--ciera had no effect: all 3 gathers were in the warm-up" in said.err) == (status == 2)
+    assert ("comparison: equal" in said.out) == (status == 0)
+    assert ("iteration 1, gradient norm: 2.0 and 3.0" in said.out) == (status == 1)
+
+
+@pytest.mark.parametrize("program", ["ciera-report-run", "report_run.py"])
+def test_the_command_for_a_page_is_the_one_beside_this(tmp_path, capsys, monkeypatch, command, program):
+    typed = {"ciera-report-run": "ciera-loss-compare", "report_run.py": "loss_compare.py"}[program]
+    monkeypatch.setattr(sys, "argv", [f"/some where/{typed}"])
+    assert comparison_cli.main(["--with", "--ciera", "--output", str(tmp_path / "two runs"), *command]) == 0
+    *_, words = capsys.readouterr().out.strip().partition("both runs on a page: ")
+    words = [word for word in shlex.split(words) if word != sys.executable]
+    runs = [str(tmp_path / "two runs" / name) for name in ("with", "without", "report.html")]
+    assert words == [f"/some where/{program}", runs[0], "--baseline", runs[1], "--output", runs[2]]
+
+
+def test_a_run_that_logged_nothing_ends_the_comparison(tmp_path, capsys, command):
+    assert comparison_cli.main(["--with", "--unlogged", *command]) == 2
+    assert (tmp_path / "runs").read_text().splitlines() == ["--unlogged"]
+    assert "give --log-interval 1" in capsys.readouterr().err
 
 
 def test_a_mistake_in_the_flags_shows_before_anything_else_is_trained(tmp_path, capsys, command):
@@ -111,8 +158,13 @@ def test_a_mistake_in_the_flags_shows_before_anything_else_is_trained(tmp_path, 
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        (["a.log", "b.log"], "report_run.py LOG --baseline LOG"),
+        (["a.log", "b.log"], "ciera-report-run LOG --baseline LOG"),
         (["--with", "--ciera"], "no command to run"),
+        (["--with", "--", "true"], "argument --with: expected one argument"),
+        (["--with", "", "--", "true"], "found no flag, as --without"),
+        (["--with=--ciera", "--without", "--ciera", "--", "true"], "found --ciera, as --without"),
+        (["--with", "--ciera 'x", "--", "true"], "found --ciera 'x: No closing quotation"),
+        (["--with", "--ciera", "--", "no-such-program"], "found no-such-program, needs a program"),
         (["--with", "--ciera", "--iterations", "0", "--", "true"], "0 found, wanted an integer from 1"),
         (["--with", "--ciera", "--output", __file__, "--", "true"], "which is a file, needs a folder"),
     ],
@@ -121,3 +173,10 @@ def test_command_lines_that_cannot_work(capsys, arguments, text):
     with pytest.raises(SystemExit) as ended:
         comparison_cli.main(arguments)
     assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_a_comparison_with_our_flags_switched_off(capsys, monkeypatch, command):
+    monkeypatch.setenv("MEGATRON_CIERA_DISABLE", "1")
+    with pytest.raises(SystemExit):
+        comparison_cli.main(["--with", "--ciera", *command])
+    assert "both runs would be stock. Unset it" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,13 @@ STOPPED = {
         [*TINY, "--ciera-record", __file__],
         f"--ciera-record: found {__file__}, which is a file, needs a folder",
     ),
+    "a placement that is a folder": (
+        [
+            *TINY,
+            *("--expert-model-parallel-size", "2", "--correlated-placement", "--placement-file", str(ROOT)),
+        ],
+        f"--placement-file: found {ROOT}, which is a folder, needs a file",
+    ),
     "an assertion of Megatron": (
         [*TINY, "--ciera", "--overlap-param-gather"],
         "Megatron refuses these flags",
@@ -95,6 +103,30 @@ def test_stops_on_every_rank_with_one_message(tmp_path, case):
     assert run.output.count("megatron-ciera: error") == 1
     assert run.tracebacks == 0 and "usage:" not in run.output
     assert not (tmp_path / "iterations.jsonl").exists()
+
+
+@pytest.mark.parametrize("does", [False, True], ids=["without", "with"])
+def test_a_run_says_which_flags_had_no_effect(tmp_path, does):
+    ours = ["--ciera", "--correlated-placement"]
+    if does:
+        ours += [
+            "--ciera-warmup-iters",
+            "2",
+            "--placement-file",
+            reversed_placement(tmp_path / "placement.json"),
+        ]
+    run = launch(tmp_path, 2, [*TINY, "--expert-model-parallel-size", "2", *ours]).check()
+    *before, last = run.iterations
+    assert not any("without_effect" in record for record in before)
+    found = last.get("without_effect", {})
+    assert set(found) == (set() if does else {"--ciera", "--correlated-placement"})
+    for flag, why in found.items():
+        assert f"megatron-ciera: {flag} had no effect: {why}" in run.output
+    text = re.search(
+        r"(\d+) gathers compressed, (\d+) raw \((\d+) in the warm-up, 0 by selection\)", run.output
+    )
+    compressed, raw, warm_up = map(int, text.groups())
+    assert raw >= warm_up > 0 and (compressed > 0) == does and (raw == warm_up or does)
 
 
 @pytest.mark.parametrize("flags", [[], ["--ciera"]], ids=["stock", "with a flag"])

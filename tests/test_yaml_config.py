@@ -112,6 +112,12 @@ def test_refusals(tmp_path, text, message):
         yaml_config.expand(yaml_config.load_config(write(tmp_path, text)), [], {"--lr", "--micro-batch-size"})
 
 
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"PK\x03\x04\xff\xfe")
+    with pytest.raises(ConfigurationError, match="not a text file. Name a readable YAML file"):
+        yaml_config.load_config(str(tmp_path / "run.yaml"))
+
+
 def test_missing_file():
     with pytest.raises(ConfigurationError, match="--config nowhere.yaml: No such file"):
         yaml_config.load_config("nowhere.yaml")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_ciera.moe import replay, traffic
 from megatron_ciera.moe.plan import tag_dtype
+from placement.cli_common import output_file
 
 PARITY_FACTOR = 2.0
 _LINK_VARIABLES = (
@@ -48,7 +49,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--label", default="", help="what the link stands for")
     parser.add_argument("--count", type=int, nargs="+", default=None, metavar="EP")
     parser.add_argument("--ranks-per-node", type=int, default=8, help="for --count")
-    parser.add_argument("--output", default=None, help="also write the JSON here")
+    parser.add_argument("--output", type=output_file, default=None, help="also write the JSON here")
     parser.add_argument("--json", action="store_true")
     return parser
 

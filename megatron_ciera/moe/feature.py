@@ -50,6 +50,7 @@ class MoEFeature(Feature):
         self._stored_maps = None
         self._fit_info = {}
         self._refit = None
+        self._rows = {"moe/rows_stock": 0, "moe/rows_sent": 0}  # of the whole run
 
     def model_built(self, model_chunks: list) -> None:
         """Attaches to every MoE layer; a placement file is read, compared over ranks and checked."""
@@ -118,7 +119,27 @@ class MoEFeature(Feature):
         dist.all_reduce(columns)
         for counter in self._counters.values():
             counter.reset()
-        return metrics(columns, self._volume, [layer_name(layer_id) for layer_id in self._layer_ids])
+        values = metrics(columns, self._volume, [layer_name(layer_id) for layer_id in self._layer_ids])
+        for name in self._rows:
+            self._rows[name] += values.get(name, 0)
+        return values
+
+    def without_effect(self) -> dict[str, str]:
+        found, config = {}, self.config
+        if config.dedup_dispatch and self._rows["moe/rows_sent"] == self._rows["moe/rows_stock"]:
+            found["--dedup-dispatch"] = (
+                f"all {self._rows['moe/rows_stock']} rows were sent: no token had two experts on one rank"
+            )
+        if config.correlated_placement and not self.placement.changed_layers({}):
+            if config.placement_file is not None:
+                why = f"{config.placement_file} leaves every expert where Megatron puts it"
+            else:
+                why = (
+                    f"no fit has moved an expert, the first is at iteration {config.placement_fit_iteration} "
+                    "(--placement-fit-iteration) and in force some iterations later. Train beyond, or lower it"
+                )
+            found["--correlated-placement"] = why
+        return found
 
     def _attach(self, model_chunks: list) -> None:
         model = get_model_config(model_chunks[0])

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from megatron_ciera.feature import Feature
 from megatron_ciera.launch import prepare
+from placement.cli_common import output_file
 
 STOCK, DEDUP, PLACED, CORRELATED = "stock", "dedup", "dedup, contiguous placement", "dedup + correlated"
 WARMUP = 3
@@ -35,7 +36,7 @@ def arguments() -> argparse.ArgumentParser:
         "--no-placement", action="store_true", help="stock and dedup alone; also runs on one GPU"
     )
     parser.add_argument("--profile", action="store_true", help="host time of one more iteration of each")
-    parser.add_argument("--output", default=None, help="also write the JSON here")
+    parser.add_argument("--output", type=output_file, default=None, help="also write the JSON here")
     parser.add_argument("--json", action="store_true")
     return parser
 

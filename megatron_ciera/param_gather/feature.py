@@ -16,7 +16,10 @@ from megatron_ciera.param_gather.ledger import FALLBACKS, Ledger
 from megatron_ciera.param_gather.transfer import Ring
 
 PREFIX = "ciera/"
-_COUNTS = ("raw_gathers", "coded_gathers", "unchanged", "exchanges")
+_COUNTS = (
+    *("raw_gathers", "raw_gathers/warm_up", "raw_gathers/selection"),
+    *("coded_gathers", "unchanged", "exchanges"),
+)
 _SUMMED = (
     *("bytes_raw", "bytes_sent", "bytes_payload_mean", *_COUNTS),
     *(f"raw_fallbacks/{reason}" for reason in FALLBACKS),
@@ -107,6 +110,26 @@ class ParamGatherFeature(Feature):
         self._tail = self.metrics()
         self.run.log(self._summary())
 
+    def without_effect(self) -> dict[str, str]:
+        raw, warm_up, selection = (
+            self._totals.get(f"raw_gathers{part}", 0) for part in ("", "/warm_up", "/selection")
+        )
+        if self._totals.get("coded_gathers"):
+            return {}
+        if raw and raw == warm_up:
+            why = (
+                f"all {raw:.0f} gathers were in the warm-up (--ciera-warmup-iters "
+                f"{self.config.ciera_warmup_iters}). Train more iterations than that, or lower it, to 2 for a trial"
+            )
+        elif selection:
+            why = (
+                f"selection kept all {selection:.0f} gathers after the warm-up raw. --ciera-no-selection "
+                "compresses them all the same"
+            )
+        else:
+            why = "no gather could be compressed. docs/param_gather.md lists what is gathered raw"
+        return {"--ciera": why}
+
     def _check_damage(self) -> None:
         """Stops every rank of a group in which a gathered block did not have its hash. NOTE: host synchronisation."""
         for built in self.built:
@@ -142,15 +165,12 @@ class ParamGatherFeature(Feature):
     def _summary(self) -> str:
         """The totals so far, in one line."""
         total = self._totals
-        coded, raw = (total.get(name, 0) for name in ("coded_gathers", "raw_gathers"))
-        warmup = f"the run ended in its warm-up (--ciera-warmup-iters {self.config.ciera_warmup_iters})"
-        in_warmup = any(built.group.warming_up for built in self.built)
-        nothing = f"; nothing was compressed: {warmup if in_warmup else 'selection keeps all raw'}"
         return (
             f"--ciera: {total.get('bytes_sent', 0):.0f} of {total.get('bytes_raw', 0):.0f} bytes sent "
-            f"(ratio {_ratio(total):.4f}), {coded:.0f} gathers compressed, {raw:.0f} raw, "
+            f"(ratio {_ratio(total):.4f}), {total.get('coded_gathers', 0):.0f} gathers compressed, "
+            f"{total.get('raw_gathers', 0):.0f} raw ({total.get('raw_gathers/warm_up', 0):.0f} in the warm-up, "
+            f"{total.get('raw_gathers/selection', 0):.0f} by selection), "
             f"{sum(total.get(f'raw_fallbacks/{reason}', 0) for reason in FALLBACKS):.0f} raw fallbacks"
-            f"{nothing if raw and not coded else ''}"
         )
 
     def _slowest(self, device: torch.device) -> dict[str, float]:

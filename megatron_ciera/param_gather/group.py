@@ -169,8 +169,7 @@ class ShardGroup:
 
     def _plain(self, bucket: GatherBucket):
         """Megatron's own gather, on the caller's stream: a link that is fast enough must not pay for us."""
-        self.ledger.received("bytes_sent", self._size, bucket.shard_bytes)
-        self.ledger.add("raw_gathers", 1)
+        self._count_raw(bucket)
         bucket.pending = bucket.stepped = False
         bucket.base_known = True
         return torch.distributed.all_gather_into_tensor(
@@ -211,10 +210,17 @@ class ShardGroup:
         self._exchange.check_damage(self._flags, self.place)
 
     def _raw(self, bucket: GatherBucket) -> GatherHandle:
-        self.ledger.received("bytes_sent", self._size, bucket.shard_bytes)
-        self.ledger.add("raw_gathers", 1)
+        self._count_raw(bucket)
         transfer = RawTransfer(self._lane, self._group, bucket.values, bucket.own_shard)
         return GatherHandle(self._lane, [transfer], 1, lambda: self._gathered_raw(bucket))
+
+    def _count_raw(self, bucket: GatherBucket) -> None:
+        self.ledger.received("bytes_sent", self._size, bucket.shard_bytes)
+        self.ledger.add("raw_gathers", 1)
+        if self.warming_up:
+            self.ledger.add("raw_gathers/warm_up", 1)
+        elif not bucket.compressible:
+            self.ledger.add("raw_gathers/selection", 1)
 
     def _gathered_raw(self, bucket: GatherBucket) -> None:
         if self.steps >= self._warmup_steps:

@@ -148,7 +148,7 @@ def _check_ends(console: ConsoleLog, logs: list[Path], unfinished: bool) -> None
         raise ConfigurationError(
             f"{names}: found no logged iteration (' iteration 10/ 100 | …'). The run stopped before its first, "
             "--log-interval is longer than the run, the lines are in the log of the last rank (give that one too), "
-            "or this is no console log"
+            "or this is not the console log of a training run"
         )
     if not unfinished and not console.reached_its_end:
         raise ConfigurationError(

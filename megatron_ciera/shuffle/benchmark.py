@@ -24,6 +24,7 @@ from megatron_ciera.shuffle.profile import overlap_of
 from megatron_ciera.shuffle.solve import Shape, unpack
 from megatron_ciera.shuffle.tables import ScoreTables
 from placement.assignment import assign_owners, capacities, crowding_prices
+from placement.cli_common import output_file
 from placement.fit import fit_layers
 from placement.prediction import LayerTables, fit_tables
 
@@ -64,7 +65,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--planner-only", action="store_true", help="no steps; one process will do")
     parser.add_argument("--skip-parity", action="store_true", help="a second link of the same machine")
     parser.add_argument("--label", default="", help="what the link stands for")
-    parser.add_argument("--output", default=None, help="also write the JSON here")
+    parser.add_argument("--output", type=output_file, default=None, help="also write the JSON here")
     parser.add_argument("--json", action="store_true")
     return parser
 

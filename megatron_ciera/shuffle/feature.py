@@ -41,6 +41,7 @@ class ShuffleFeature(Feature):
         self._trial_ends = None
         self._since_install = None
         self._last_iteration = 0
+        self._rows_moved = 0  # in the whole run
 
     def model_built(self, model_chunks: list) -> None:
         """Attaches to every decoder layer; tables of a placement file are read and compared over ranks."""
@@ -97,9 +98,22 @@ class ShuffleFeature(Feature):
             for counter in chunk.counters:
                 counter.reset()
         values = metrics(self._names(), counts, self._prices)
+        self._rows_moved += values.get("moe/shuffle_rows_moved", 0)
         if self._since_install is not None:
             self._since_install += counts
         return values | (self._times() if values else {})
+
+    def without_effect(self) -> dict[str, str]:
+        if self._rows_moved:
+            return {}
+        if self.config.placement_file is not None:
+            why = "the placement's tables promise no more than position does, or every token was at its place"
+        else:
+            why = (
+                f"no token was moved. Tables are fitted from iteration {self.config.placement_fit_iteration} on "
+                "(--placement-fit-iteration). Train beyond, or lower it"
+            )
+        return {"--token-shuffle": why}
 
     def _attach(self, model_chunks: list) -> None:
         model = get_model_config(model_chunks[0])

@@ -39,7 +39,8 @@ def _steps(rank, size, dtype, codec):
         else:
             model.gather()
         exact.append(model.exact())
-        sent.append(model.ledger.take(["bytes_raw", "bytes_sent", "raw_gathers", "coded_gathers"]))
+        counted = ["bytes_raw", "bytes_sent", "raw_gathers", "coded_gathers", "raw_gathers/warm_up"]
+        sent.append(model.ledger.take(counted))
     model.gather()
     return exact, sent, model.ledger.take(["bytes_raw", "bytes_sent", "unchanged"])
 
@@ -56,6 +57,7 @@ def test_bits_of_every_shard(size, dtype, codec):
         raw, warm = sent[0][:2]
         assert raw == warm
         assert [counts[2] for counts in sent[:2]] == [3, 3]
+        assert [counts[4] for counts in sent] == [3, 3, 0, 0, 0, 0]
         assert unchanged == [0, 0, 3]
         if size > 1:
             assert all(counts[3] >= 2 and counts[1] < counts[0] for counts in sent[2:])

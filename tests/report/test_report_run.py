@@ -185,6 +185,7 @@ def bad_logs(runs, folder):
         "truncated": text[: text.index("iteration        6/") + 130],
         "stopped": text[: text.index(" iteration        1/")],
         "later": re.sub(r"iteration +(\d)/", r"iteration     40\1/", text),
+        "json": json.dumps({"format": "megatron-ciera-placement"}),
     }
     for name, content in files.items():
         (folder / f"{name}.log").write_text(content)
@@ -195,6 +196,7 @@ def bad_logs(runs, folder):
     with open(folder / "damaged" / "iterations.jsonl", "r+") as file:
         file.truncate(1000)
     stock = runs / "stock" / "log.txt"
+    (folder / "linked.log").hardlink_to(stock)
     return {
         "missing": ([folder / "no.log"], "no such file"),
         "empty": ([path["empty"]], "is empty"),
@@ -202,6 +204,8 @@ def bad_logs(runs, folder):
         "other program": ([path["other"]], "no line of Megatron's"),
         "truncated": ([path["truncated"]], "ends after iteration 5 of 2000"),
         "stopped at start": ([path["stopped"]], "no logged iteration"),
+        "a JSON of ours": ([path["json"]], "or this is not the console log of a training run"),
+        "a second name": ([stock, "--baseline", folder / "linked.log"], "found the run itself"),
         "no overlap": ([stock, "--baseline", path["later"]], "1 to 8"),
         "against itself": ([runs / "stock", "--baseline", stock], "found the run itself"),
         "baseline empty": ([stock, "--baseline", path["empty"]], "is empty"),
@@ -217,7 +221,7 @@ def bad_logs(runs, folder):
 BAD = (
     "missing|empty|against itself|binary|other program|truncated|stopped at start|no overlap|baseline empty|"
 )
-BAD += "other sources|folder without logs|damaged observations"
+BAD += "a JSON of ours|a second name|other sources|folder without logs|damaged observations"
 
 
 @pytest.mark.parametrize("case", BAD.split("|"))

@@ -65,6 +65,13 @@ def shuffled(train):
     return train("shuffled", f"--save {train.folder / 'saved'} --save-interval 2")
 
 
+def test_a_run_without_tables_says_that_nothing_was_shuffled(tmp_path, shuffled):
+    run = launch(tmp_path, 2, [*FLAGS, "--num-layers", "5", "--token-shuffle"]).check()
+    why = run.iterations[-1]["without_effect"]["--token-shuffle"]
+    assert f"--token-shuffle had no effect: {why}" in run.output and "from iteration 1000 on" in why
+    assert "--token-shuffle" not in shuffled.iterations[-1].get("without_effect", {})
+
+
 def test_a_shuffled_run_starts_with_the_bits_of_the_plain_one(train, shuffled):
     plain = train("plain", shuffle=None)
     assert_first_iteration_has_the_bits_of(shuffled, plain)
