@@ -132,15 +132,15 @@ def _compare(options, folder: Path) -> int:
         print(_report_hint(options.output))
     if not equal:
         return 1
-    if idle:
-        _say_nothing_is_proved(idle, results["comparison"]["iterations"])
-    return 2 if idle else 0
-
-
-def _say_nothing_is_proved(idle: dict[str, str], iterations: int) -> None:
-    print(f"error: equal over {iterations} iterations, which proves nothing:", file=sys.stderr)
+    if not idle:
+        return 0
+    print(
+        f"error: equal over {results['comparison']['iterations']} iterations, which proves nothing:",
+        file=sys.stderr,
+    )
     for flag, why in idle.items():
         print(f"  {flag} had no effect: {why}", file=sys.stderr)
+    return 2
 
 
 def _report_hint(output: Path | None) -> str:
