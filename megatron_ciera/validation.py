@@ -12,6 +12,7 @@ from megatron_ciera.errors import check_folder, refuse
 from megatron_ciera.flags import given_flags
 from megatron_ciera.moe import rules as moe_rules
 from megatron_ciera.shuffle import rules as shuffle_rules
+from placement.file import FIT_COMMAND
 
 _CIERA_ONLY = (
     ("ciera_codec", "--ciera-codec"),
@@ -229,7 +230,7 @@ def _check_placement(args) -> None:
         raise refuse(
             "--placement-file",
             f"{file}, which {'is a folder' if os.path.isdir(file) else 'cannot be read'}",
-            "a file written by scripts/fit_placement.py",
+            f"a file written by {FIT_COMMAND}",
             "Check the path; every node must see the same file.",
         )
     if args.placement_file is None and getattr(args, "moe_router_force_load_balancing", False):

@@ -23,6 +23,7 @@ class ArrayTrace:
     """One or more `.npz` files with the same layers, read one after the other."""
 
     source_layers = "moe_order"
+    ranks = ()
 
     def __init__(self, paths, array: str | None = None):
         self.paths = [Path(path) for path in paths]

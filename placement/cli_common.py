@@ -170,6 +170,15 @@ def _program() -> str:
     return Path(sys.argv[0]).name
 
 
+def of_ranks(ranks) -> str:
+    """ " of ranks 0-3" for tables: ranks that a trace lacks at its end show nowhere else."""
+    if not ranks:
+        return ""
+    whole = len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    names = f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks))
+    return f" of rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
 def percent(share: float | None) -> str:
     """A share as a percentage for tables."""
     return "-" if share is None else f"{100 * share:.1f}%"

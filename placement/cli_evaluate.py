@@ -3,12 +3,14 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from placement import cli_common
 from placement.cli_common import percent, positive_int, say
 from placement.evaluate import evaluate, evaluate_loads, layers_in_trace
 from placement.file import Placement
 from placement.load_file import read_loads
+from placement.megatron_trace import is_megatron_trace
 from placement.table_file import load_tables
 from placement.trace import Watch, iterate_tokens
 
@@ -17,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Counts rows sent and rank load of a placement on a routing trace."
     )
-    parser.add_argument("placement", metavar="PLACEMENT", help="file written by fit_placement.py")
+    parser.add_argument("placement", metavar="PLACEMENT", help="file written by ciera-fit-placement")
     cli_common.add_trace_arguments(parser)
     parser.add_argument(
         "--num-tokens", type=positive_int, metavar="N", help="tokens to evaluate on (default: all)"
@@ -33,6 +35,11 @@ def main(argv=None) -> int:
 
 def _main(argv) -> int:
     args = build_parser().parse_args(argv)
+    if is_megatron_trace(Path(args.placement)):
+        raise ValueError(
+            f"PLACEMENT {args.placement}: found a routing trace, wanted a placement; give the placement first, "
+            "traces behind it"
+        )
     placement = Placement.load(args.placement)
     loads = read_loads(args.traces)
     report, notes = _evaluate_loads(placement, loads, args) if loads else _evaluate_trace(placement, args)

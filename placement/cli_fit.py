@@ -9,13 +9,16 @@ import time
 from pathlib import Path
 
 from placement import cli_common
-from placement.cli_common import output_file, percent, plot_file, positive_int, say
+from placement.cli_common import of_ranks, output_file, percent, plot_file, positive_int, say
 from placement.fit import check_shape, fit_layers, infer_num_experts
 from placement.prediction import fit_tables
 from placement.report import write_report
 from placement.table_file import save_tables
 from placement.trace import read_tokens
 from placement.writers import FORMATS, write_placement
+
+# docs/results/placement.md measures fits from this many tokens on.
+_FEW_TOKENS = 1024
 
 
 def _tolerance(text: str) -> float:
@@ -37,6 +40,16 @@ def _placement_file(text: str) -> str:
     output_file(text)
     output_file(str(_tables_path(text)))
     return text
+
+
+def _check_tables_path(output: str) -> None:
+    """Raises ValueError when the tables of `output` would take the place of another placement's."""
+    other = Path(output).with_suffix(".json")
+    if Path(output) != other and other.exists():
+        raise ValueError(
+            f"--output {output}: its prediction tables would be written to {_tables_path(output)}, where those of "
+            f"{other} belong; name a .json of another name"
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_placement_file,
         default="placement.json",
         metavar="PATH",
-        help="the placement; its prediction tables go beside it as .npz (default: placement.json)",
+        help="the placement; for training its prediction tables go beside it as .npz (default: placement.json)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     return parser
@@ -103,12 +116,21 @@ def main(argv=None) -> int:
 def _main(argv) -> int:
     args = build_parser().parse_args(argv)
     start = time.perf_counter()
+    is_for_training = args.format == FORMATS[0]
+    if is_for_training:
+        _check_tables_path(args.output)
     cluster = _cluster(args.config)
     reader = cli_common.open_trace_arguments(args)
     with cli_common.Progress("reading", "token", args.num_tokens) as progress:
         tokens = read_tokens(reader, args.skip_tokens, args.num_tokens, progress)
-    for note in reader.notes:
-        say(note)
+    notes = reader.notes
+    if args.num_tokens < _FEW_TOKENS:
+        notes.append(
+            f"--num-tokens {args.num_tokens}: few to fit from, the default is 4,096; judge this placement "
+            "on other tokens (ciera-evaluate-placement) before it is used"
+        )
+    for note in notes:
+        say(f"note: {note}")
     ranks_per_node = args.ranks_per_node or args.expert_parallel_size
     num_experts = args.num_experts or infer_num_experts(tokens.top_indices)
     check_shape(num_experts, tokens.top_indices.shape[2], args.expert_parallel_size, ranks_per_node)
@@ -135,14 +157,15 @@ def _main(argv) -> int:
         )
         tables = fit_tables(tokens.top_indices, result.placement, num_workers)
     write_placement(args.output, result.placement, args.format)
-    save_tables(_tables_path(args.output), tables)
+    if is_for_training:
+        save_tables(_tables_path(args.output), tables, result.placement)
     if args.report:
         write_report(args.report, tokens.top_indices, result, tables, cluster, args.hidden_size)
     seconds = time.perf_counter() - start
     if args.json:
         print(json.dumps(_summary(args, result, seconds)))
     else:
-        _print_table(args, result, seconds)
+        _print_table(args, result, seconds, reader.ranks)
     return 0
 
 
@@ -182,12 +205,12 @@ def _summary(args, result, seconds: float) -> dict:
     }
 
 
-def _print_table(args, result, seconds: float) -> None:
+def _print_table(args, result, seconds: float, ranks) -> None:
     placement = result.placement
     limit = "no limit" if math.isinf(args.load_tolerance) else f"+{args.load_tolerance:g}"
     print(
         f"{placement.num_experts} experts, top-{placement.topk}, {placement.expert_parallel_size} ranks, "
-        f"{args.num_tokens} fit tokens, rank load {limit}"
+        f"{args.num_tokens} fit tokens{of_ranks(ranks)}, rank load {limit}"
     )
     print("                 rows removed            rank load (max/mean)   held out")
     print("layer            contiguous  placed      contiguous  placed     gain")

@@ -7,6 +7,7 @@ expert-parallel rank `s // (num_experts / expert_parallel_size)`.
 import json
 import os
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ FORMAT_NAME = "megatron-ciera-placement"
 FORMAT_VERSION = 1
 DECODER = "decoder"
 MTP = "mtp"
-_WAY_OUT = "fit a placement for this model with scripts/fit_placement.py"
+FIT_COMMAND = "ciera-fit-placement (in a clone: scripts/fit_placement.py)"
+_WAY_OUT = f"fit a placement for this model with {FIT_COMMAND}"
 
 
 def is_permutation(physical_to_logical_map, num_experts: int) -> bool:
@@ -98,6 +100,12 @@ class Placement:
         """Where the prediction tables of this placement lie: same stem, `.npz`."""
         return Path(self.path).with_suffix(".npz") if self.path else None
 
+    @property
+    def digest(self) -> str:
+        """Hash of which expert lives where; what the fit was made from does not count."""
+        where = {key: value for key, value in self.to_document().items() if key != "fit"}
+        return blake2b(json.dumps(where).encode(), digest_size=16).hexdigest()
+
     def expert_to_rank(self, index: int) -> np.ndarray:
         """[num_experts] int64: the expert-parallel rank of each expert in the index-th stored layer."""
         return self.layers[index].logical_to_physical_map // self.num_local_experts
@@ -126,6 +134,10 @@ class Placement:
         try:
             document = json.loads(content)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            if path.suffix != ".json" and path.with_suffix(".json").is_file():
+                raise ValueError(
+                    f"{name}: not JSON, wanted the placement itself; give {path.with_suffix('.json')} beside it"
+                ) from None
             is_cut = content.lstrip()[:1] in (b"", b"{") and not content.rstrip().endswith(b"}")
             cut = "; the file seems cut off: copy it again, or" if is_cut else ";"
             raise ValueError(f"{name}: not JSON ({error}){cut} {_WAY_OUT}") from None

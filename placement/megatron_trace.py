@@ -54,7 +54,7 @@ class MegatronTrace:
                     "a time"
                 )
             self.files[rank] = file
-        self.source = str(next(iter(self.files.values())).parent)
+        self.source = str(paths[0] if len(paths) == 1 else next(iter(self.files.values())).parent)
         self.stages = pipeline_parallel_size
         self.columns = self._columns(some_ranks_only=not any(Path(path).is_dir() for path in paths))
         self.layers_per_stage = layers_per_stage
@@ -69,7 +69,7 @@ class MegatronTrace:
 
     def _columns(self, some_ranks_only: bool) -> list[list[int]]:
         """Ranks that see the same tokens, by stage: [columns][stages]."""
-        ranks = sorted(self.files)
+        ranks = self.ranks
         world = ranks[-1] + 1
         missing = sorted(set(range(world)) - set(ranks))
         if missing and (self.stages > 1 or not some_ranks_only):
@@ -309,6 +309,11 @@ class MegatronTrace:
             return column
         self.num_repeated += sum(len(r) - len(u) for u, r in zip(unique, column, strict=True))
         return unique
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are read, ascending: all that the folder holds."""
+        return sorted(self.files)
 
     @property
     def notes(self) -> list[str]:

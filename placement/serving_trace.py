@@ -27,6 +27,7 @@ class ServingTrace:
     """Streams serving dumps, one response or record at a time. Row i is the i-th MoE layer."""
 
     source_layers = "moe_order"
+    ranks = ()
     iteration = None
 
     def __init__(self, paths, shape: tuple[int, int] | None = None):

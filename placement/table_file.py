@@ -1,4 +1,7 @@
-"""The prediction tables of a placement on disk: an `.npz` of the same stem beside the placement file."""
+"""The prediction tables of a placement on disk: an `.npz` of the same stem beside the placement file.
+
+Tables name ranks, so they hold for one placement only: they carry its digest.
+"""
 
 import io
 from pathlib import Path
@@ -6,15 +9,15 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from placement.file import write_atomically
+from placement.file import Placement, write_atomically
 from placement.prediction import LayerTables
 
-_VERSION = 1
+_VERSION = 2
 
 
-def save_tables(path, tables: list[LayerTables | None]) -> None:
-    """Writes tables beside a placement as `.npz`, whole or not at all. Arrays are named `<field>_<index>`."""
-    arrays = {"version": np.int64(_VERSION), "num_layers": np.int64(len(tables))}
+def save_tables(path, tables: list[LayerTables | None], placement: Placement) -> None:
+    """Writes tables beside their placement as `.npz`, whole or not at all. Arrays are named `<field>_<index>`."""
+    arrays = {"version": np.int64(_VERSION), "placement": np.array(placement.digest)}
     for index, layer in enumerate(tables):
         if layer is None:
             continue
@@ -26,10 +29,10 @@ def save_tables(path, tables: list[LayerTables | None]) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def load_tables(path, placement) -> list[LayerTables | None] | None:
+def load_tables(path, placement: Placement) -> list[LayerTables | None] | None:
     """Tables of a placement, one entry per stored layer; None when there is no such file.
 
-    Raises ValueError naming file, layer, found and wanted when they are not this placement's.
+    Raises ValueError naming file, found and wanted when they are not this placement's.
     """
     path = Path(path)
     if not path.is_file():
@@ -39,24 +42,22 @@ def load_tables(path, placement) -> list[LayerTables | None] | None:
             arrays = {name: stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise ValueError(f"prediction tables {path}: damaged ({error}); fit the placement again") from None
-    found = (int(arrays.get("version", -1)), int(arrays.get("num_layers", -1)))
-    if found != (_VERSION, len(placement.layers)):
+    version = arrays.get("version")
+    if version != _VERSION:
         raise ValueError(
-            f"prediction tables {path}: version and layers are {found}, wanted "
-            f"{(_VERSION, len(placement.layers))}; fit the placement again"
+            f"prediction tables {path}: version is {version}, this package reads {_VERSION}; fit the placement again"
         )
-    return [_layer_from(arrays, index, path, placement) for index in range(len(placement.layers))]
+    if arrays["placement"] != placement.digest:
+        raise ValueError(
+            f"prediction tables {path}: found those of another placement than {placement.path or 'this one'}, wanted "
+            "those written by the same fit; copy both files together, or fit the placement again"
+        )
+    return [_layer_from(arrays, index) for index in range(len(placement.layers))]
 
 
-def _layer_from(arrays, index, path, placement) -> LayerTables | None:
+def _layer_from(arrays, index) -> LayerTables | None:
     if f"previous_{index}" not in arrays:
         return None
-    wanted = (placement.num_experts, placement.expert_parallel_size)
-    if arrays[f"previous_{index}"].shape != wanted:
-        raise ValueError(
-            f"prediction tables {path}: {placement.layers[index].layer_id}: shape "
-            f"{arrays[f'previous_{index}'].shape}, wanted {wanted}; fit the placement again"
-        )
     return LayerTables(
         arrays[f"previous_{index}"],
         arrays[f"before_{index}"],

@@ -2,7 +2,7 @@
 
 from megatron_ciera.errors import ConfigurationError, refuse
 from megatron_ciera.moe.rules import decoder_moe_layers
-from placement.file import Placement
+from placement.file import FIT_COMMAND, Placement
 from placement.table_file import load_tables
 
 _WAY_OUT = "or leave out --token-shuffle."
@@ -211,7 +211,7 @@ def _check_tables(args) -> None:
         raise refuse(
             "--token-shuffle",
             f"--placement-file {args.placement_file} without {placement.tables_path}",
-            "the prediction tables that scripts/fit_placement.py writes beside the placement",
+            f"the prediction tables that {FIT_COMMAND} writes beside the placement",
             f"Copy them there too or fit again, {_WAY_OUT}",
         )
     if not any(table is not None and table.held_out_locality > table.held_out_chance for table in tables):

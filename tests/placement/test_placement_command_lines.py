@@ -296,3 +296,63 @@ def test_a_file_of_another_kind_is_named(tmp_path, capsys):
     (tmp_path / "run.log").write_text("iteration 1")
     assert fit(tmp_path / "run.log", "--expert-parallel-size", 4) == 2
     assert f"trace {tmp_path / 'run.log'}: wanted Megatron's router_trace" in capsys.readouterr().err
+
+
+def test_tables_of_another_fit_are_refused(npz, tmp_path, capsys):
+    fits = [
+        [npz, "--output", tmp_path / "p.json"],
+        [npz, "--array", "later", "--output", tmp_path / "q.json"],
+    ]
+    for options in fits:
+        assert fit(*options, "--expert-parallel-size", 4, "--num-tokens", 2048) == 0
+    assert Placement.load(tmp_path / "p.json").digest != Placement.load(tmp_path / "q.json").digest
+    assert evaluate(tmp_path / "p.json", npz, "--skip-tokens", 2048) == 0
+    (tmp_path / "q.npz").rename(tmp_path / "p.npz")
+    capsys.readouterr()
+    assert evaluate(tmp_path / "p.json", npz, "--skip-tokens", 2048) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'p.npz'}: found those of another placement than {tmp_path / 'p.json'}" in message
+
+
+def test_an_output_never_takes_the_tables_of_another_placement(npz, tmp_path, capsys):
+    options = [npz, "--expert-parallel-size", 4, "--num-tokens", 2048]
+    assert fit(*options, "--output", tmp_path / "p.json") == 0
+    tables = (tmp_path / "p.npz").read_bytes()
+    capsys.readouterr()
+    assert fit(*options, "--seed", 1, "--output", tmp_path / "p.txt") == 2
+    assert f"p.npz, where those of {tmp_path / 'p.json'} belong" in capsys.readouterr().err
+    assert not (tmp_path / "p.txt").exists()
+    assert fit(*options, "--seed", 1, "--format", "tensorrt-llm", "--output", tmp_path / "p.yaml") == 0
+    assert (tmp_path / "p.npz").read_bytes() == tables
+    assert fit(*options, "--output", tmp_path / "p.json") == 0
+
+
+def test_swapped_arguments_and_files_beside_the_placement_are_named(npz, tmp_path, capsys):
+    write_run(tmp_path / "t", ROUTING, steps=2, records=2, ranks=2, tokens=512)
+    assert fit(npz, "--expert-parallel-size", 4, "--num-tokens", 2048, "--output", tmp_path / "p.json") == 0
+    (tmp_path / "p.html").write_text("<!doctype html>")
+    for given, message in (
+        (tmp_path / "t", "found a routing trace, wanted a placement; give the placement first"),
+        (tmp_path / "p.html", f"not JSON, wanted the placement itself; give {tmp_path / 'p.json'} beside it"),
+    ):
+        capsys.readouterr()
+        assert evaluate(given, npz) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "files, ranks", [([], " of ranks 0-3,"), ([0], " of rank 0,"), ([0, 3], " of ranks 0, 3,")]
+)
+def test_the_ranks_read_and_few_tokens_are_said(tmp_path, capsys, files, ranks):
+    write_run(tmp_path / "t", ROUTING, steps=2, records=1, ranks=4, tokens=512)
+    traces = [tmp_path / "t" / f"router_trace_rank{rank}.jsonl" for rank in files] or [tmp_path / "t"]
+    options = ["--expert-parallel-size", 4, "--output", tmp_path / "p.json"]
+    assert fit(*traces, *options, "--num-tokens", 1023) == 0
+    captured = capsys.readouterr()
+    assert f"1023 fit tokens{ranks}" in captured.out
+    assert "note: --num-tokens 1023: few to fit from" in captured.err
+    assert fit(*traces, *options, "--num-tokens", 1024) == 0
+    assert "few to fit from" not in capsys.readouterr().err
+    assert Placement.load(tmp_path / "p.json").fit["source"] == str(
+        traces[0] if len(traces) == 1 else tmp_path / "t"
+    )

@@ -30,5 +30,5 @@ def write_placement(
     placement.save(path)
     if tables:
         made = [random_tables(num_experts, num_ranks, i, **options) if i > 1 else None for i in range(layers)]
-        save_tables(Path(path).with_suffix(".npz"), made)
+        save_tables(Path(path).with_suffix(".npz"), made, placement)
     return path
