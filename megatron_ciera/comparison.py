@@ -62,14 +62,25 @@ def compare(first: Path, second: Path) -> Difference:
     )
 
 
-def without_effect(first: Path, second: Path, flags: Sequence[str]) -> dict[str, str]:
-    """Flags that changed nothing in the second observed run, and why.
+def effect(first: Path, second: Path, flags: Sequence[str]) -> dict[str, str]:
+    """Flags of the second observed run, and what they did.
 
-    Those that changed nothing in the first either are not what is compared, unless they are among `flags`.
+    Those of both runs are not what is compared, unless they are among `flags`.
     """
-    a, b = (observe.read_iterations(path)[-1].get("without_effect", {}) for path in (first, second))
+    return _of_compared("effect", first, second, flags)
+
+
+def without_effect(first: Path, second: Path, flags: Sequence[str]) -> dict[str, str]:
+    """Flags that changed nothing in the second observed run, and why; otherwise as in `effect`."""
+    return _of_compared("without_effect", first, second, flags)
+
+
+def _of_compared(kind: str, first: Path, second: Path, flags: Sequence[str]) -> dict[str, str]:
+    a, b = (observe.read_iterations(path)[-1].get(kind, {}) for path in (first, second))
     return {
-        flag: why for flag, why in b.items() if flag not in a or any(word.startswith(flag) for word in flags)
+        flag: text
+        for flag, text in b.items()
+        if flag not in a or any(word.startswith(flag) for word in flags)
     }
 
 

@@ -11,6 +11,7 @@ On GPUs give --deterministic-mode; --stock-twice shows that two runs without the
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -18,12 +19,16 @@ import tempfile
 from pathlib import Path
 
 from megatron_ciera import observe
-from megatron_ciera.comparison import compare, observe_run, without_effect
+from megatron_ciera.comparison import compare, effect, observe_run, without_effect
 from megatron_ciera.errors import output_folder
 from megatron_ciera.install import DISABLE
 from placement.cli_common import positive_int
 
 _REPORT = {"loss_compare.py": "report_run.py", "ciera-loss-compare": "ciera-report-run"}
+_KEEP_SCHEDULE = "--use-checkpoint-opt_param-scheduler"
+_OTHER_SCHEDULE = re.compile(
+    r"OptimizerParamScheduler: class input value (.+) and checkpoint ?value (.+) for (.+) do not match"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +53,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="flags for the other run instead, in one string",
     )
     parser.add_argument(
-        "--iterations", type=positive_int, default=None, help="appends --train-iters N to both"
+        "--iterations",
+        type=positive_int,
+        default=None,
+        metavar="N",
+        help="sets --train-iters N in both. Counted from the first iteration, also with --load: a checkpoint at "
+        "iteration N leaves nothing to train, and one made under other --train-iters needs "
+        f"{_KEEP_SCHEDULE} in the command",
     )
     parser.add_argument("--stock-twice", action="store_true", help="compare two plain runs as well")
     parser.add_argument(
@@ -110,25 +121,27 @@ def _compare(options, folder: Path) -> int:
             log = folder / name / "log.txt"
             code = observe_run([*options.command, *flags], folder / name, log)
             if code:
-                said = log.read_text(errors="replace")
-                kept = f"; all it printed: {log}" if options.output else ""
-                print(f"{said[-4000:]}\nthe run '{name}' ended with exit code {code}{kept}", file=sys.stderr)
+                print(_failure(name, code, log, options), file=sys.stderr)
                 return 2
+            _check_trained(name, log)
             observe.read_iterations(folder / name)  # nothing to compare: known before the next run
         results = {"comparison": compare(folder / "without", folder / "with").as_dict()}
         if options.stock_twice:
             results["stock_twice"] = compare(folder / "again", folder / "without").as_dict()
-        idle = without_effect(folder / "without", folder / "with", options.flags)
+        both = folder / "without", folder / "with"
+        done, idle = effect(*both, options.flags), without_effect(*both, options.flags)
     except (ValueError, OSError) as error:
         print(f"error: the runs cannot be compared: {error}", file=sys.stderr)
         return 2
     equal = all(found["equal"] for found in results.values())
     if options.json:
         flags = {"with": shlex.join(options.flags), "command": options.command}
-        print(json.dumps({**flags, "without_effect": idle, **results}))
+        print(json.dumps({**flags, "effect": done, "without_effect": idle, **results}))
     elif not (equal and idle):
         for name, found in results.items():
             print(f"{name}: {_sentence(found)}")
+        for flag, what in done.items():
+            print(f"  {flag}: {what}")
         print(_report_hint(options.output))
     if not equal:
         return 1
@@ -141,6 +154,32 @@ def _compare(options, folder: Path) -> int:
     for flag, why in idle.items():
         print(f"  {flag} had no effect: {why}", file=sys.stderr)
     return 2
+
+
+def _failure(name: str, code: int, log: Path, options) -> str:
+    """The end of what a run printed, and the way out if Megatron refused the checkpoint's schedule."""
+    said = log.read_text(errors="replace")
+    kept = f"; all it printed: {log}" if options.output else ""
+    told = f"{said[-4000:]}\nthe run '{name}' ended with exit code {code}{kept}"
+    found = _OTHER_SCHEDULE.search(said)
+    if found is None:
+        return told
+    here, stored, what = found.groups()
+    source = ""
+    if what.startswith("total number"):
+        given = f" (--iterations {options.iterations})" if options.iterations else ""
+        source = f"; it counts samples and follows from --train-iters{given}"
+    return (
+        f"{told}\n--load: found {what} {stored} in the checkpoint and {here} in this run, needs the same{source}. "
+        f"Add {_KEEP_SCHEDULE} to the command to go on with the checkpoint's schedule of learning rate and weight "
+        "decay (--override-opt_param-scheduler: with this run's, which may end at the lowest rate)"
+    )
+
+
+def _check_trained(name: str, log: Path) -> None:
+    if untrained := re.search(rf"{observe.UNTRAINED} .+", log.read_text(errors="replace")):
+        saved = ", or leave --save out: the run before saved its end into the folder of --load"
+        raise ValueError(f"the run '{name}': {untrained[0]}{saved if name != 'with' else ''}")
 
 
 def _report_hint(output: Path | None) -> str:

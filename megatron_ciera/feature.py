@@ -67,6 +67,10 @@ class Feature:
     def finished(self) -> None:
         """Training ended; parameters are gathered on every rank."""
 
+    def effect(self) -> dict[str, str]:
+        """What each flag did in the whole run, in words. After the last `metrics`; no communication."""
+        return {}
+
     def without_effect(self) -> dict[str, str]:
         """Flags that changed nothing in the whole run, and why. After the last `metrics`; no communication."""
         return {}

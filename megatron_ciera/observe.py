@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 
 VARIABLE = "MEGATRON_CIERA_OBSERVE"
+# How rank 0 begins its line about a run without an iteration, which leaves no record.
+UNTRAINED = "nothing was trained:"
 
 
 def folder() -> Path | None:
@@ -44,13 +46,20 @@ class Observer:
             file.write(json.dumps(record) + "\n")
         self._first = False
 
-    def tail(self, metrics: Mapping[str, float], without_effect: Mapping[str, str]) -> None:
+    def tail(
+        self, metrics: Mapping[str, float], effect: Mapping[str, str], without_effect: Mapping[str, str]
+    ) -> None:
         """Adds to the last record what is known after it. Call on one rank.
 
-        "tail": metrics counted since. "without_effect": flags that changed nothing in the run, and why.
+        "tail": metrics counted since. "effect": flags and what they did in the run. "without_effect": those that
+        changed nothing, and why.
         """
         file = self.path / "iterations.jsonl"
-        known = {"tail": dict(metrics), "without_effect": dict(without_effect)}
+        known = {
+            "tail": dict(metrics),
+            "effect": dict(effect),
+            "without_effect": dict(without_effect),
+        }
         known = {name: values for name, values in known.items() if values}
         if self._first or not known:
             return

@@ -9,7 +9,7 @@ import inspect
 
 import torch
 
-from megatron_ciera import metrics
+from megatron_ciera import metrics, observe
 from megatron_ciera.feature import Feature, RunInfo
 from megatron_ciera.observe import Observer
 from megatron_ciera.seam import wrap
@@ -113,16 +113,29 @@ class TrainingLoop:
 
     def _after_train(self, original, *args, **kwargs):
         result = original(*args, **kwargs)
+        self._say_if_untrained(reached=result[0])
         self._each("finished")
         values = self._metrics()
+        done = {flag: what for feature in self.features for flag, what in feature.effect().items()}
         idle = {flag: why for feature in self.features for flag, why in feature.without_effect().items()}
+        for flag, what in done.items():
+            self.run.log(f"{flag}: {what}")
         for flag, why in idle.items():
             self.run.log(f"{flag} had no effect: {why}")
         if self.observer:
             if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-                self.observer.tail(values, idle)
+                self.observer.tail(values, done, idle)
             self.observer.parameters(self.model_chunks, torch.distributed.get_rank())
         return result
+
+    def _say_if_untrained(self, reached: int) -> None:
+        from megatron.training import get_args
+
+        if reached == get_args().iteration:
+            self.run.log(
+                f"{observe.UNTRAINED} the checkpoint is at iteration {reached} and training ends at "
+                f"{get_args().train_iters} (--train-iters), both counted from the first iteration. Give more"
+            )
 
 
 def _wrapper(around, original):

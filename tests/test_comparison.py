@@ -3,11 +3,12 @@
 import json
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_ciera import comparison_cli
-from megatron_ciera.comparison import compare, observe_run, without_effect
+from megatron_ciera.comparison import compare, effect, observe_run, without_effect
 
 
 def run(folder, losses=(1.0, 0.5), norms=(2.0, 1.5), digests=("aa", "bb"), first=1):
@@ -69,6 +70,7 @@ def test_what_an_earlier_run_observed_is_not_taken_for_this_one(tmp_path):
 IDLE = {"--ciera": "in the warm-up", "--correlated-placement": "no fit"}
 
 
+@pytest.mark.parametrize("read", [effect, without_effect])
 @pytest.mark.parametrize(
     "first, second, flags, found",
     [
@@ -79,13 +81,13 @@ IDLE = {"--ciera": "in the warm-up", "--correlated-placement": "no fit"}
         (("--ciera",), ("--ciera",), "--ciera-codec delta", {"--ciera"}),
     ],
 )
-def test_flags_without_effect(tmp_path, first, second, flags, found):
+def test_what_flags_did_or_did_not(tmp_path, read, first, second, flags, found):
     folders = [run(tmp_path / name) for name in "ab"]
     for folder, idle in zip(folders, (first, second), strict=True):
         *before, last = (folder / "iterations.jsonl").read_text().splitlines()
-        last = json.loads(last) | {"without_effect": {flag: IDLE[flag] for flag in idle}}
+        last = json.loads(last) | {read.__name__: {flag: IDLE[flag] for flag in idle}}
         (folder / "iterations.jsonl").write_text("\n".join([*before, json.dumps(last)]))
-    assert without_effect(*folders, flags.split()) == {flag: IDLE[flag] for flag in found}
+    assert read(*folders, flags.split()) == {flag: IDLE[flag] for flag in found}
 
 
 # What `comparison_cli` runs here: it writes what an observed run would, as its flags ask for.
@@ -93,15 +95,21 @@ TRAINING = """
 import json, os, pathlib, sys
 folder = pathlib.Path(os.environ["MEGATRON_CIERA_OBSERVE"])
 record = {"iteration": 1, "losses": {"lm loss": 1.0}, "grad_norm": 2.0, "metrics": {}}
+if "--ciera" in sys.argv:
+    record["effect"] = {"--ciera": "3 of 9 bytes sent"}
 if "--few" in sys.argv:
     record["without_effect"] = {"--ciera": "all 3 gathers were in the warm-up"}
 if "--other" in sys.argv:
     record["grad_norm"] = 3.0
-if "--unlogged" not in sys.argv:
+if "--untrained" in sys.argv:
+    print("megatron-ciera: nothing was trained: the checkpoint is at iteration 9")
+if not {"--unlogged", "--untrained"} & set(sys.argv):
     (folder / "iterations.jsonl").write_text(json.dumps(record) + chr(10))
 (folder / "parameters_rank0.json").write_text(json.dumps({"0.weight": "aa"}))
 with open(sys.argv[1], "a") as runs:
     runs.write(" ".join(sys.argv[2:]) + chr(10))
+if "--says" in sys.argv:
+    sys.exit(sys.argv[sys.argv.index("--says") + 1])
 sys.exit("--cierra" in sys.argv)
 """
 
@@ -116,7 +124,7 @@ def command(tmp_path):
 def test_flags_in_one_string(tmp_path, capsys, command, flags):
     assert comparison_cli.main([*flags, "--output", str(tmp_path / "both"), *command]) == 0
     said = capsys.readouterr().out
-    assert "equal over 1 iterations" in said
+    assert "equal over 1 iterations" in said and "\n  --ciera: 3 of 9 bytes sent\n" in said
     assert f"ciera-report-run {tmp_path}/both/with --baseline {tmp_path}/both/without --output" in said
     assert (tmp_path / "runs").read_text().splitlines() == [flags[-1].removeprefix("--with="), ""]
 
@@ -141,6 +149,63 @@ def test_the_command_for_a_page_is_the_one_beside_this(tmp_path, capsys, monkeyp
     words = [word for word in shlex.split(words) if word != sys.executable]
     runs = [str(tmp_path / "two runs" / name) for name in ("with", "without", "report.html")]
     assert words == [f"/some where/{program}", runs[0], "--baseline", runs[1], "--output", runs[2]]
+
+
+def test_json_says_what_the_flags_did(capsys, command):
+    assert comparison_cli.main(["--with", "--ciera", "--json", *command]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["effect"] == {"--ciera": "3 of 9 bytes sent"} and found["without_effect"] == {}
+
+
+def schedule(**settings):
+    """Megatron's own, of no parameters."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    wanted = {
+        **{"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 80},
+        **{"lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 80},
+        **{"wd_incr_style": "constant", "use_checkpoint_opt_param_scheduler": False},
+    }
+    return OptimizerParamScheduler(SimpleNamespace(param_groups=[]), **wanted | settings)
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({"lr_decay_steps": 40}, "total number of iterations 80 in the checkpoint and 40"),
+        ({"wd_incr_steps": 40}, "total number of weight decay iterations 80 in the checkpoint and 40"),
+        ({"max_lr": 2.0}, "learning rate 1.0 in the checkpoint and 2.0"),
+        ({"lr_decay_style": "linear"}, "learning rate decay style cosine in the checkpoint and linear"),
+    ],
+)
+@pytest.mark.parametrize("iterations", [[], ["--iterations", "10"]], ids=["", "with --iterations"])
+def test_a_checkpoint_of_another_schedule_has_a_way_out(capsys, command, settings, text, iterations):
+    with pytest.raises(AssertionError) as refused:
+        schedule(**settings).load_state_dict(schedule().state_dict())
+    torchrun_report = "torchrun's report\n" * 300
+    says = shlex.join(["--says", f"AssertionError: {refused.value}\n{torchrun_report}"])
+    assert comparison_cli.main([f"--with={says}", *iterations, *command]) == 2
+    said = capsys.readouterr().err
+    assert f"--load: found {text} in this run" in said
+    assert "Add --use-checkpoint-opt_param-scheduler to the command" in said
+    assert ("--train-iters" in said) == ("total number" in text)
+    assert ("(--iterations 10)" in said) == bool(iterations and "total number" in text)
+
+
+def test_the_way_out_is_one_for_megatron():
+    schedule(lr_decay_steps=40, use_checkpoint_opt_param_scheduler=True).load_state_dict(
+        schedule().state_dict()
+    )
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the first", "the second"])
+def test_a_run_of_a_checkpoint_that_was_at_its_end(capsys, command, first):
+    flags = ["--with", "--untrained"] if first else ["--with", "--ciera", "--without", "--untrained"]
+    assert comparison_cli.main([*flags, *command]) == 2
+    said = capsys.readouterr()
+    name = "with" if first else "without"
+    assert f"the run '{name}': nothing was trained: the checkpoint is at iteration 9" in said.err
+    assert ("leave --save out" in said.err) == (not first) and "equal" not in said.out
 
 
 def test_a_run_that_logged_nothing_ends_the_comparison(tmp_path, capsys, command):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ciera import observe
 from tests.launching import ROOT, SCRIPT, TINY, launch, without
 
 PLAIN = str(ROOT / "tests" / "plain_megatron.py")
@@ -120,6 +121,13 @@ def test_a_run_says_which_flags_had_no_effect(tmp_path, does):
     assert not any("without_effect" in record for record in before)
     found = last.get("without_effect", {})
     assert set(found) == (set() if does else {"--ciera", "--correlated-placement"})
+    assert set(last["effect"]) == {"--ciera", "--correlated-placement", "--dedup-dispatch"}
+    for flag, what in last["effect"].items():
+        assert f"megatron-ciera: {flag}: {what}\n" in run.output
+    sent, stock = map(int, re.match(r"(\d+) of (\d+) rows sent", last["effect"]["--dedup-dispatch"]).groups())
+    assert sent == sum(observe.metric(record, "moe/rows_sent") for record in run.iterations) < stock
+    layers = "2 of 2" if does else "0 of 2"
+    assert last["effect"]["--correlated-placement"] == f"experts moved in {layers} layers"
     for flag, why in found.items():
         assert f"megatron-ciera: {flag} had no effect: {why}" in run.output
     text = re.search(

@@ -124,6 +124,19 @@ class MoEFeature(Feature):
             self._rows[name] += values.get(name, 0)
         return values
 
+    def effect(self) -> dict[str, str]:
+        done = {}
+        if self.config.dedup_dispatch:
+            stock, sent = self._rows["moe/rows_stock"], self._rows["moe/rows_sent"]
+            removed = 1 - sent / stock if stock else 0.0
+            done["--dedup-dispatch"] = (
+                f"{sent} of {stock} rows sent ({removed:.1%} removed), forward dispatch"
+            )
+        if self.config.correlated_placement:
+            moved = len(self.placement.changed_layers({}))
+            done["--correlated-placement"] = f"experts moved in {moved} of {len(self._layer_ids)} layers"
+        return done
+
     def without_effect(self) -> dict[str, str]:
         found, config = {}, self.config
         if config.dedup_dispatch and self._rows["moe/rows_sent"] == self._rows["moe/rows_stock"]:

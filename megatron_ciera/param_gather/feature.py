@@ -108,7 +108,17 @@ class ParamGatherFeature(Feature):
     def finished(self) -> None:
         self._check_damage()
         self._tail = self.metrics()
-        self.run.log(self._summary())
+
+    def effect(self) -> dict[str, str]:
+        total = self._totals
+        what = (
+            f"{total.get('bytes_sent', 0):.0f} of {total.get('bytes_raw', 0):.0f} bytes sent "
+            f"(ratio {_ratio(total):.4f}), {total.get('coded_gathers', 0):.0f} gathers compressed, "
+            f"{total.get('raw_gathers', 0):.0f} raw ({total.get('raw_gathers/warm_up', 0):.0f} in the warm-up, "
+            f"{total.get('raw_gathers/selection', 0):.0f} by selection), "
+            f"{sum(total.get(f'raw_fallbacks/{reason}', 0) for reason in FALLBACKS):.0f} raw fallbacks"
+        )
+        return {"--ciera": what}
 
     def without_effect(self) -> dict[str, str]:
         raw, warm_up, selection = (
@@ -161,17 +171,6 @@ class ParamGatherFeature(Feature):
                 for codec, num_bytes in row.stats.coded_bytes.items():
                     rates[f"{name}/bits_per_value/{codec}"] = 8 * num_bytes / max(1, row.stats.values)
         return rates
-
-    def _summary(self) -> str:
-        """The totals so far, in one line."""
-        total = self._totals
-        return (
-            f"--ciera: {total.get('bytes_sent', 0):.0f} of {total.get('bytes_raw', 0):.0f} bytes sent "
-            f"(ratio {_ratio(total):.4f}), {total.get('coded_gathers', 0):.0f} gathers compressed, "
-            f"{total.get('raw_gathers', 0):.0f} raw ({total.get('raw_gathers/warm_up', 0):.0f} in the warm-up, "
-            f"{total.get('raw_gathers/selection', 0):.0f} by selection), "
-            f"{sum(total.get(f'raw_fallbacks/{reason}', 0) for reason in FALLBACKS):.0f} raw fallbacks"
-        )
 
     def _slowest(self, device: torch.device) -> dict[str, float]:
         """Times (ms a rank spent, GPU only) and memory (MB held), of the rank with the most."""

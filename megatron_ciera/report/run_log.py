@@ -53,6 +53,11 @@ class RunLog:
         """Those with a loss, ascending."""
         return sorted({i for source in self.losses.values() for series in source.values() for i in series})
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the console log says so; False without one."""
+        return any("no GPU" in message for message in self.messages)
+
     def of(self, metric: str) -> Series:
         """One metric; empty if it was not reported."""
         return self.metrics.get(metric, {})

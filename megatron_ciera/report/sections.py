@@ -93,7 +93,7 @@ def _time(run: RunLog, baseline: RunLog | None) -> str | None:
     note = ""
     if any(value > limit for each in both for value in each.seconds.values()):
         note = "Some iterations took longer than the scale shows; the first compiles and connects."
-    if any("no GPU" in message for message in run.messages):
+    if run.on_cpu:
         note += " This run was on CPU: its times say nothing about GPUs."
     return _figures([figure(draw, "Seconds per step, as Megatron logs them.", size=_SMALL)]) + _note(
         note.strip()

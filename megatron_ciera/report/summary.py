@@ -27,6 +27,7 @@ def summarise(run: RunLog, baseline: RunLog | None) -> dict:
             "iterations": len(run.iterations),
             "first": run.iterations[0],
             "last": run.iterations[-1],
+            "on_cpu": run.on_cpu,
         },
         "baseline": baseline and {"files": [str(path) for path in baseline.files]},
         "losses": baseline and _losses(run, baseline),
@@ -228,6 +229,8 @@ def _time_rows(found: dict) -> list[tuple[str, str, str]]:
     note = "median of the second half of the iterations"
     if other is not None:
         note = f"{mine / other:.2f} times the baseline's {other:.3f}; {note}"
+    if found["run"]["on_cpu"]:
+        note = f"on CPU, which says nothing about a GPU; {note}"
     return [("seconds per step", f"{mine:.3f}", note)]
 
 

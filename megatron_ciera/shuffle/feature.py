@@ -103,6 +103,9 @@ class ShuffleFeature(Feature):
             self._since_install += counts
         return values | (self._times() if values else {})
 
+    def effect(self) -> dict[str, str]:
+        return {"--token-shuffle": f"{self._rows_moved} rows moved to another rank"}
+
     def without_effect(self) -> dict[str, str]:
         if self._rows_moved:
             return {}

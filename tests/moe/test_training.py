@@ -65,6 +65,13 @@ def test_a_placed_run_has_the_bits_of_the_contiguous_one(stock, run_a, maps):
         assert ours["losses"] == plain["losses"]
 
 
+def test_a_run_whose_checkpoint_is_at_its_end_says_so(folder, train, stock):
+    run = train("at_its_end", "--load", folder / "plain")
+    said = "nothing was trained: the checkpoint is at iteration 3 and training ends at 3 (--train-iters)"
+    assert run.output.count(said) == 1 and not (folder / "at_its_end" / "iterations.jsonl").exists()
+    assert "nothing was trained" not in stock.output
+
+
 def test_rows_sent_and_stock(run_a):
     for record in run_a.iterations:
         found = record["metrics"]

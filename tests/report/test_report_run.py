@@ -164,6 +164,19 @@ def test_a_run_with_one_feature_has_its_sections_only(runs, report, tmp_path):
     assert found["ciera"] is None and not {"Parameter gather", "Decisions of selection"} & set(headings(page))
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_times_of_a_cpu_are_said_to_be_such(runs, tmp_path, capsys, on_cpu):
+    lines = (runs / "stock" / "log.txt").read_text().splitlines(keepends=True)
+    log = tmp_path / "run.log"
+    log.write_text("".join(line for line in lines if on_cpu or "no GPU" not in line))
+    words = [str(log), "--baseline", str(runs / "ours" / "log.txt"), "--output", str(tmp_path / "page.html")]
+    assert cli.main(words) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "seconds per step" in line]
+    page = (tmp_path / "page.html").read_text()
+    assert ("on CPU, which says nothing about a GPU" in line) == on_cpu
+    assert ("its times say nothing about GPUs" in page) == on_cpu
+
+
 def test_differences_are_measured_and_drawn(runs, report, tmp_path):
     text = (runs / "stock" / "log.txt").read_text()
     changed = re.sub(r"(iteration +5/.*lm loss: )\S+", r"\g<1>1.000000E+00", text)

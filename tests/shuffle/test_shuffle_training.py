@@ -8,6 +8,7 @@ import re
 import pytest
 from shuffle_files import write_placement
 
+from megatron_ciera import observe
 from tests.launching import TINY, launch
 
 BF16_STEP = 2.0**-8
@@ -70,6 +71,8 @@ def test_a_run_without_tables_says_that_nothing_was_shuffled(tmp_path, shuffled)
     why = run.iterations[-1]["without_effect"]["--token-shuffle"]
     assert f"--token-shuffle had no effect: {why}" in run.output and "from iteration 1000 on" in why
     assert "--token-shuffle" not in shuffled.iterations[-1].get("without_effect", {})
+    moved = sum(observe.metric(record, "moe/shuffle_rows_moved") for record in shuffled.iterations)
+    assert shuffled.iterations[-1]["effect"]["--token-shuffle"] == f"{moved:.0f} rows moved to another rank"
 
 
 def test_a_shuffled_run_starts_with_the_bits_of_the_plain_one(train, shuffled):
