@@ -123,7 +123,7 @@ def _compare(options, folder: Path) -> int:
             if code:
                 print(_failure(name, code, log, options), file=sys.stderr)
                 return 2
-            _check_trained(name, log)
+            _check_trained(name, log, options)
             observe.read_iterations(folder / name)  # nothing to compare: known before the next run
         results = {"comparison": compare(folder / "without", folder / "with").as_dict()}
         if options.stock_twice:
@@ -176,10 +176,11 @@ def _failure(name: str, code: int, log: Path, options) -> str:
     )
 
 
-def _check_trained(name: str, log: Path) -> None:
+def _check_trained(name: str, log: Path, options) -> None:
     if untrained := re.search(rf"{observe.UNTRAINED} .+", log.read_text(errors="replace")):
+        given = " (--iterations sets it)" if options.iterations else ""
         saved = ", or leave --save out: the run before saved its end into the folder of --load"
-        raise ValueError(f"the run '{name}': {untrained[0]}{saved if name != 'with' else ''}")
+        raise ValueError(f"the run '{name}': {untrained[0]}{given}{saved if name != 'with' else ''}")
 
 
 def _report_hint(output: Path | None) -> str:
@@ -195,8 +196,10 @@ def _report_program() -> str:
     typed = Path(sys.argv[0])
     if typed.name not in _REPORT:
         return "ciera-report-run"
-    python = [sys.executable] if typed.suffix == ".py" else []
-    return shlex.join([*python, str(typed.with_name(_REPORT[typed.name]))])
+    report = typed.with_name(_REPORT[typed.name])
+    if typed.suffix == ".py":
+        return shlex.join([sys.executable, str(report)])
+    return report.name if shutil.which(report.name) == str(report) else shlex.quote(str(report))
 
 
 def _sentence(found: dict) -> str:

@@ -1,12 +1,16 @@
 """The one error that ends a run before its first collective, and how it is shown."""
 
 import argparse
+import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 EXIT_CODE = 2
+# Where torchrun looks for what ended a process. It prints it last, behind a traceback of its own.
+_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 
 # Every rank finds a wrong flag, but torchrun kills the others as soon as one exits. The first rank of a
 # node speaks at once; the others wait, so that a mistake common to all is printed once and one that only
@@ -65,11 +69,15 @@ def _no_folder(path: Path) -> str | None:
 
 
 def exit_with(error: Exception) -> None:
-    """Prints `error` as one message without a traceback and ends the process with code 2."""
+    """Prints `error` as one message without a traceback, tells torchrun, and ends the process with code 2."""
     rank = os.environ.get("RANK", "0")
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_OTHER_RANKS_WAIT_S)
-    print(f"megatron-ciera: error (rank {rank}): {error}", file=sys.stderr, flush=True)
+    message = f"megatron-ciera: error (rank {rank}): {error}"
+    print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if path := os.environ.get(_TORCHRUN_FILE):
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
     # NOTE: os._exit, as interpreter teardown waits for data loaders and communicators of other threads.
     os._exit(EXIT_CODE)

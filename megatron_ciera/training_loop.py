@@ -134,7 +134,8 @@ class TrainingLoop:
         if reached == get_args().iteration:
             self.run.log(
                 f"{observe.UNTRAINED} the checkpoint is at iteration {reached} and training ends at "
-                f"{get_args().train_iters} (--train-iters), both counted from the first iteration. Give more"
+                f"{get_args().train_iters} (--train-iters), both counted from the first iteration. Give "
+                f"--train-iters above {reached}"
             )
 
 

@@ -77,6 +77,7 @@ def _evaluate_trace(placement: Placement, args) -> tuple[dict, list[str]]:
         report = evaluate(placement, counted.count(blocks, progress), rows, tables)
     is_fit_trace = watch.found if watch else fit.get("source") == reader.source
     notes = _seen_by_fit(fit, args.skip_tokens, counted.num_tokens) if is_fit_trace else []
+    notes += _worse_layers(placement, report)
     if tables is None:
         notes.append(
             f"no {placement.tables_path} beside the placement: the fit wrote prediction tables there, without "
@@ -105,6 +106,21 @@ def _seen_by_fit(fit: dict, first: int, num_tokens: int) -> list[str]:
     return [
         f"{seen} of these {num_tokens} tokens are those that the placement was fitted on, where it looks better "
         f"than it is; leave them out with --skip-tokens {fit_end}"
+    ]
+
+
+def _worse_layers(placement: Placement, report: dict) -> list[str]:
+    """A note when layers send more rows than with contiguous experts."""
+    worse = [
+        str(layer.layer_id)
+        for layer, found in zip(placement.layers, report["layers"], strict=True)
+        if found["rows_removed"] < found["rows_removed_contiguous"]
+    ]
+    if not worse:
+        return []
+    return [
+        f"{', '.join(worse)}: fewer rows removed than with contiguous experts. Routing there is another than in the "
+        "fit (it moves on while routers learn): fit again from later routing or more tokens"
     ]
 
 

@@ -319,8 +319,9 @@ def _refuse_chance(layers, num_tokens: int) -> None:
         return
     raise NoGainError(
         f"no layer gains beyond chance from {num_tokens} tokens: on held-out tokens the best of {len(layers)} "
-        f"layers gains {sigmas.max():.1f} standard errors, wanted more than {best_wanted:.1f}. Experts are "
-        "selected together as often as independent routing would: is routing forced to be balanced "
-        "(--moe-router-force-load-balancing), are data mocked (--mock-data), or is training at its very "
-        "beginning? Nothing was written. Record real routing later in training, or more tokens (--num-tokens)"
+        f"layers gains {sigmas.max():.1f} standard errors, wanted more than {best_wanted:.1f}. Nothing was "
+        f"written. Fit from more tokens (--num-tokens {2 * num_tokens}; record more iterations, so that others are "
+        "left to judge it on). Where the gain does not grow with them, experts are selected together as often as "
+        "independent routing would: routing is forced to be balanced (--moe-router-force-load-balancing), data are "
+        "mocked (--mock-data), or training is at its very beginning"
     )

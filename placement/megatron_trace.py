@@ -94,7 +94,8 @@ class MegatronTrace:
         firsts = {rank: next(steps(file), None) for rank, file in self.files.items()}
         if not any(step.records for step in firsts.values() if step):
             raise ValueError(
-                f"trace {self.source}: empty, no routing records; record at least one training step"
+                f"trace {self.source}: empty, no routing records; record at least one training step (a run that "
+                "loads a checkpoint trains up to --train-iters, counted from the first iteration)"
             )
         stage_keys = []
         for stage in range(self.stages):

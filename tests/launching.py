@@ -53,11 +53,15 @@ class Run:
         return self
 
     @property
+    def said(self) -> str:
+        """What the training processes printed, without torchrun's report of a failed one, which says it again."""
+        return self.output.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
+
+    @property
     def tracebacks(self) -> int:
-        """Python tracebacks of the training processes; torchrun's own report of a failed child is left out."""
-        ours = self.output.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
-        own_report = "torchrun" in ours or "torch/distributed/run.py" in ours
-        return ours.count("Traceback (most recent call last)") - int(own_report)
+        """Python tracebacks of the training processes; torchrun's own is left out."""
+        own_report = "torchrun" in self.said or "torch/distributed/run.py" in self.said
+        return self.said.count("Traceback (most recent call last)") - int(own_report)
 
 
 def without(flags: list[str], *names: str) -> list[str]:

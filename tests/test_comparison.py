@@ -144,11 +144,19 @@ def test_a_run_that_compressed_nothing_proves_nothing(capsys, command, flags, st
 def test_the_command_for_a_page_is_the_one_beside_this(tmp_path, capsys, monkeypatch, command, program):
     typed = {"ciera-report-run": "ciera-loss-compare", "report_run.py": "loss_compare.py"}[program]
     monkeypatch.setattr(sys, "argv", [f"/some where/{typed}"])
+    monkeypatch.setattr(comparison_cli.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert comparison_cli.main(["--with", "--ciera", "--output", str(tmp_path / "two runs"), *command]) == 0
     *_, words = capsys.readouterr().out.strip().partition("both runs on a page: ")
     words = [word for word in shlex.split(words) if word != sys.executable]
     runs = [str(tmp_path / "two runs" / name) for name in ("with", "without", "report.html")]
     assert words == [f"/some where/{program}", runs[0], "--baseline", runs[1], "--output", runs[2]]
+
+
+def test_an_installed_command_for_a_page_goes_by_its_name(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/ciera-loss-compare"])
+    monkeypatch.setattr(comparison_cli.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert comparison_cli.main(["--with", "--ciera", "--output", str(tmp_path / "both"), *command]) == 0
+    assert f"both runs on a page: ciera-report-run {tmp_path}/both/with" in capsys.readouterr().out
 
 
 def test_json_says_what_the_flags_did(capsys, command):
@@ -201,10 +209,12 @@ def test_the_way_out_is_one_for_megatron():
 @pytest.mark.parametrize("first", [True, False], ids=["the first", "the second"])
 def test_a_run_of_a_checkpoint_that_was_at_its_end(capsys, command, first):
     flags = ["--with", "--untrained"] if first else ["--with", "--ciera", "--without", "--untrained"]
+    flags += ["--iterations", "4"] if first else []
     assert comparison_cli.main([*flags, *command]) == 2
     said = capsys.readouterr()
     name = "with" if first else "without"
     assert f"the run '{name}': nothing was trained: the checkpoint is at iteration 9" in said.err
+    assert ("--iterations sets it" in said.err) == first
     assert ("leave --save out" in said.err) == (not first) and "equal" not in said.out
 
 

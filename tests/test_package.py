@@ -129,4 +129,4 @@ def test_installed_megatron_of_another_version_is_refused(tmp_path, version):
     assert stopped.returncode != 0 and stopped.tracebacks == 0
     assert f"megatron-core: found version {version} in {tmp_path / 'site'}" in stopped.output
     assert "needs >=0.19,<0.20" in stopped.output and "Install megatron-core 0.19.2" in stopped.output
-    assert stopped.output.count("megatron-ciera: error") == 1
+    assert stopped.said.count("megatron-ciera: error") == 1

@@ -69,6 +69,12 @@ class MoEFeature(Feature):
             let_remainders_load(optimizer)
         try:
             found = stored.read_stored(get_args())
+            if found is None and self.run.load is not None and self._target is not None:
+                self.run.log(
+                    f"--load {self.run.load}: found no checkpoint, so training starts from random weights, under a "
+                    f"placement fitted for routers that had learned (--placement-file {self.config.placement_file}). "
+                    "--exit-on-missing-checkpoint stops such a run"
+                )
             if found is not None:
                 remainders = keeps_remainders(get_args())
                 stored.check_loadable(found, self.config.correlated_placement, self._ep_size, remainders)

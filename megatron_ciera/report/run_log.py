@@ -120,9 +120,11 @@ def _files_of(folder: Path) -> list[Path]:
     if not files or find_spec("tensorboard") is not None:
         files += sorted(folder.rglob(_EVENTS))
     if not files:
+        inside = sorted(str(path.parent) for path in folder.glob(f"*/{_OBSERVED}"))
+        named = f"the folder of one run ({', '.join(inside)})" if inside else "the console log itself"
         raise ConfigurationError(
             f"{folder}: found no log of a run in this folder, needs TensorBoard events, iterations.jsonl, or a "
-            f"console log ({', '.join(_LOGS)}) with Megatron's lines. Name the console log itself"
+            f"console log ({', '.join(_LOGS)}) with Megatron's lines. Name {named}"
         )
     return files
 

@@ -116,5 +116,5 @@ def test_tensor_parallel_experts_gather_uneven_rows(tmp_path):
 def test_flag_that_needs_a_gpu_stops_every_rank_in_one_line(tmp_path):
     run = launch(tmp_path / "run", 2, [*TINY, "--context-parallel-size", 2])
     assert run.returncode != 0 and run.tracebacks == 0
-    assert run.output.count("--context-parallel-size: found 2, needs 1 without a GPU") == 1
+    assert run.said.count("--context-parallel-size: found 2, needs 1 without a GPU") == 1
     assert not (run.observed / "iterations.jsonl").exists()

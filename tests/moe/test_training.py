@@ -68,8 +68,18 @@ def test_a_placed_run_has_the_bits_of_the_contiguous_one(stock, run_a, maps):
 def test_a_run_whose_checkpoint_is_at_its_end_says_so(folder, train, stock):
     run = train("at_its_end", "--load", folder / "plain")
     said = "nothing was trained: the checkpoint is at iteration 3 and training ends at 3 (--train-iters)"
+    assert "Give --train-iters above 3" in run.output
     assert run.output.count(said) == 1 and not (folder / "at_its_end" / "iterations.jsonl").exists()
     assert "nothing was trained" not in stock.output
+
+
+def test_a_placement_without_the_checkpoint_that_was_meant_is_said(folder, train, run_a, maps):
+    run = train("no_checkpoint", *placed(folder, "a"), "--load", folder / "misspelled")
+    assert (
+        run.output.count(f"--load {folder}/misspelled: found no checkpoint, so training starts from random")
+        == 1
+    )
+    assert "found no checkpoint" not in run_a.output
 
 
 def test_rows_sent_and_stock(run_a):
@@ -165,7 +175,7 @@ def test_state_by_slot_is_refused_at_another_size(folder, stock, flag):
     words = ["--expert-model-parallel-size", 4, flag, *resume(folder / "plain", 1)]
     run = launch(folder / f"refused{flag}", 4, [*FLAGS, *words])
     assert run.returncode != 0 and run.tracebacks == 0
-    assert run.output.count("--expert-model-parallel-size: found 4, needs 2 as in the checkpoint") == 1
+    assert run.said.count("--expert-model-parallel-size: found 4, needs 2 as in the checkpoint") == 1
     assert "loading distributed checkpoint" not in run.output
 
 

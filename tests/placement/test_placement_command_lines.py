@@ -356,3 +356,16 @@ def test_the_ranks_read_and_few_tokens_are_said(tmp_path, capsys, files, ranks):
     assert Placement.load(tmp_path / "p.json").fit["source"] == str(
         traces[0] if len(traces) == 1 else tmp_path / "t"
     )
+
+
+def test_layers_that_lose_on_other_tokens_are_named(npz, tmp_path, capsys):
+    """In layer 1 of the evaluated tokens experts are coupled as they lie contiguously; in layer 0 as in the fit."""
+    assert fit(npz, "--expert-parallel-size", 4, "--num-tokens", 2048, "--output", tmp_path / "p.json") == 0
+    moved = ROUTING.copy()
+    moved[1] = Placement.load(tmp_path / "p.json").layers[1].logical_to_physical_map[ROUTING[1]]
+    np.savez(tmp_path / "moved.npz", top_indices=moved)
+    capsys.readouterr()
+    assert evaluate(tmp_path / "p.json", tmp_path / "moved.npz") == 0
+    assert "note: layer 1: fewer rows removed than with contiguous experts" in capsys.readouterr().out
+    assert evaluate(tmp_path / "p.json", npz, "--skip-tokens", 2048) == 0
+    assert "fewer rows removed than" not in capsys.readouterr().out

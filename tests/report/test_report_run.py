@@ -208,6 +208,8 @@ def bad_logs(runs, folder):
     shutil.copy(runs / "stock" / "iterations.jsonl", folder / "damaged")
     with open(folder / "damaged" / "iterations.jsonl", "r+") as file:
         file.truncate(1000)
+    (folder / "both" / "with").mkdir(parents=True)
+    shutil.copy(runs / "ours" / "iterations.jsonl", folder / "both" / "with")
     stock = runs / "stock" / "log.txt"
     (folder / "linked.log").hardlink_to(stock)
     return {
@@ -227,6 +229,10 @@ def bad_logs(runs, folder):
             "Give the console logs",
         ),
         "folder without logs": ([folder / "nothing"], "no log of a run"),
+        "folder of a comparison": (
+            [folder / "both"],
+            f"Name the folder of one run ({folder / 'both' / 'with'})",
+        ),
         "damaged observations": ([folder / "damaged"], "damaged or cut off"),
     }
 
@@ -234,7 +240,7 @@ def bad_logs(runs, folder):
 BAD = (
     "missing|empty|against itself|binary|other program|truncated|stopped at start|no overlap|baseline empty|"
 )
-BAD += "a JSON of ours|a second name|other sources|folder without logs|damaged observations"
+BAD += "a JSON of ours|a second name|other sources|folder without logs|folder of a comparison|damaged observations"
 
 
 @pytest.mark.parametrize("case", BAD.split("|"))
