@@ -24,6 +24,7 @@ _STANDARD_ERRORS = 2.0
 _BLOCK_TOKENS = 64
 _LAYERS_ASKED = 12
 _SELECTIONS_OF_AN_EXPERT = 8
+_USUAL_TOKENS = 4096
 
 
 class NoGainError(ValueError):
@@ -320,7 +321,7 @@ def _refuse_chance(layers, num_tokens: int) -> None:
     raise NoGainError(
         f"no layer gains beyond chance from {num_tokens} tokens: on held-out tokens the best of {len(layers)} "
         f"layers gains {sigmas.max():.1f} standard errors, wanted more than {best_wanted:.1f}. Nothing was "
-        f"written. Fit from more tokens (--num-tokens {2 * num_tokens}; record more iterations, so that others are "
+        f"written. Fit from more tokens (--num-tokens {max(_USUAL_TOKENS, 2 * num_tokens)}; record more iterations, so that others are "
         "left to judge it on). Where the gain does not grow with them, experts are selected together as often as "
         "independent routing would: routing is forced to be balanced (--moe-router-force-load-balancing), data are "
         "mocked (--mock-data), or training is at its very beginning"
