@@ -155,7 +155,7 @@ def infer_num_experts(top_indices: np.ndarray) -> int:
             raise ValueError(
                 f"{top_indices.shape[1]} tokens select only {seen} different experts, the largest id is "
                 f"{num_experts - 1}: too few tokens to tell the number of experts by, let alone to fit from; give "
-                "more (--num-tokens, by default {_USUAL_TOKENS})"
+                f"more (--num-tokens, by default {_USUAL_TOKENS})"
             )
         if 2 * seen < num_experts:
             raise ValueError(
