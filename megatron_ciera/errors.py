@@ -77,7 +77,14 @@ def exit_with(error: Exception) -> None:
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     if path := os.environ.get(_TORCHRUN_FILE):
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+        _write_whole(Path(path), {"message": message, "extraInfo": {"timestamp": int(time.time())}})
     # NOTE: os._exit, as interpreter teardown waits for data loaders and communicators of other threads.
     os._exit(EXIT_CODE)
+
+
+def _write_whole(path: Path, message: dict) -> None:
+    """By a rename: torchrun kills the other ranks at any moment, and fails over a file that is cut off."""
+    part = path.with_suffix(".part")
+    with suppress(OSError):
+        part.write_text(json.dumps({"message": message}))
+        part.replace(path)

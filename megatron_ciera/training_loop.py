@@ -113,11 +113,12 @@ class TrainingLoop:
 
     def _after_train(self, original, *args, **kwargs):
         result = original(*args, **kwargs)
-        self._say_if_untrained(reached=result[0])
+        trained = self._has_trained(reached=result[0])
         self._each("finished")
         values = self._metrics()
-        done = {flag: what for feature in self.features for flag, what in feature.effect().items()}
-        idle = {flag: why for feature in self.features for flag, why in feature.without_effect().items()}
+        features = self.features if trained else []
+        done = {flag: what for feature in features for flag, what in feature.effect().items()}
+        idle = {flag: why for feature in features for flag, why in feature.without_effect().items()}
         for flag, what in done.items():
             self.run.log(f"{flag}: {what}")
         for flag, why in idle.items():
@@ -128,15 +129,20 @@ class TrainingLoop:
             self.observer.parameters(self.model_chunks, torch.distributed.get_rank())
         return result
 
-    def _say_if_untrained(self, reached: int) -> None:
+    def _has_trained(self, reached: int) -> bool:
+        """Whether there was an iteration; says the way out if not."""
         from megatron.training import get_args
 
-        if reached == get_args().iteration:
-            self.run.log(
-                f"{observe.UNTRAINED} the checkpoint is at iteration {reached} and training ends at "
-                f"{get_args().train_iters} (--train-iters), both counted from the first iteration. Give "
-                f"--train-iters above {reached}"
-            )
+        args = get_args()
+        if reached != args.iteration:
+            return True
+        flag = "--train-iters" if args.train_samples is None else "--train-samples"
+        self.run.log(
+            f"{observe.UNTRAINED} the checkpoint is at iteration {reached} and training ends at {args.train_iters} "
+            f"({flag}), both counted from the first iteration. Raise {flag}, or load an earlier checkpoint "
+            "(--ckpt-step)"
+        )
+        return False
 
 
 def _wrapper(around, original):

@@ -175,7 +175,9 @@ def of_ranks(ranks) -> str:
     if not ranks:
         return ""
     whole = len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    names = f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks))
+    names = (
+        f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    )
     return f" of rank{'s' if len(ranks) > 1 else ''} {names}"
 
 

@@ -77,7 +77,7 @@ def _evaluate_trace(placement: Placement, args) -> tuple[dict, list[str]]:
         report = evaluate(placement, counted.count(blocks, progress), rows, tables)
     is_fit_trace = watch.found if watch else fit.get("source") == reader.source
     notes = _seen_by_fit(fit, args.skip_tokens, counted.num_tokens) if is_fit_trace else []
-    notes += _worse_layers(placement, report)
+    notes += _worse_layers(placement, report, counted.num_tokens)
     if tables is None:
         notes.append(
             f"no {placement.tables_path} beside the placement: the fit wrote prediction tables there, without "
@@ -109,18 +109,22 @@ def _seen_by_fit(fit: dict, first: int, num_tokens: int) -> list[str]:
     ]
 
 
-def _worse_layers(placement: Placement, report: dict) -> list[str]:
-    """A note when layers send more rows than with contiguous experts."""
+def _worse_layers(placement: Placement, report: dict, num_tokens: int) -> list[str]:
+    """A note when layers send more rows than with contiguous experts, beyond chance.
+
+    A token's two shares of rows differ by at most 1 and by chance about 0.5: two standard errors.
+    """
+    chance = num_tokens**-0.5
     worse = [
         str(layer.layer_id)
         for layer, found in zip(placement.layers, report["layers"], strict=True)
-        if found["rows_removed"] < found["rows_removed_contiguous"]
+        if found["rows_removed"] < found["rows_removed_contiguous"] - chance
     ]
     if not worse:
         return []
     return [
-        f"{', '.join(worse)}: fewer rows removed than with contiguous experts. Routing there is another than in the "
-        "fit (it moves on while routers learn): fit again from later routing or more tokens"
+        f"{', '.join(worse)}: fewer rows removed than with contiguous experts. Either routing has moved on since the "
+        "fit, or the fit had too few tokens: fit again from later routing, from more tokens"
     ]
 
 

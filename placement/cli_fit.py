@@ -10,10 +10,10 @@ from pathlib import Path
 
 from placement import cli_common
 from placement.cli_common import of_ranks, output_file, percent, plot_file, positive_int, say
-from placement.fit import check_shape, fit_layers, infer_num_experts
+from placement.fit import USUAL_TOKENS, NoGainError, check_shape, fit_layers, infer_num_experts
 from placement.prediction import fit_tables
 from placement.report import write_report
-from placement.table_file import save_tables
+from placement.table_file import is_tables, save_tables
 from placement.trace import read_tokens
 from placement.writers import FORMATS, write_placement
 
@@ -43,13 +43,17 @@ def _placement_file(text: str) -> str:
 
 
 def _check_tables_path(output: str) -> None:
-    """Raises ValueError when the tables of `output` would take the place of another placement's."""
-    other = Path(output).with_suffix(".json")
+    """Raises ValueError when the tables of `output` would take the place of something else."""
+    tables, other = _tables_path(output), Path(output).with_suffix(".json")
     if Path(output) != other and other.exists():
-        raise ValueError(
-            f"--output {output}: its prediction tables would be written to {_tables_path(output)}, where those of "
-            f"{other} belong; name a .json of another name"
-        )
+        why = f"the place of those of {other}, which lies there"
+    elif tables.exists() and not is_tables(tables):
+        why = "which holds something else"
+    else:
+        return
+    raise ValueError(
+        f"--output {output}: its prediction tables would be written to {tables}, {why}; name a .json of another name"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,9 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-tokens",
         type=positive_int,
-        default=4096,
+        default=USUAL_TOKENS,
         metavar="N",
-        help="tokens to fit from (default: 4096)",
+        help=f"tokens to fit from (default: {USUAL_TOKENS})",
     )
     parser.add_argument(
         "--load-tolerance",
@@ -115,18 +119,31 @@ def main(argv=None) -> int:
 
 def _main(argv) -> int:
     args = build_parser().parse_args(argv)
+    try:
+        return _fit(args)
+    except NoGainError as error:
+        more = max(USUAL_TOKENS, 2 * args.num_tokens)
+        raise ValueError(
+            f"{error}. Nothing was written. Fit from more tokens: --num-tokens {more}, of a recording that leaves "
+            "others to judge it on"
+        ) from None
+
+
+def _fit(args) -> int:
     start = time.perf_counter()
     is_for_training = args.format == FORMATS[0]
+    if Path(args.output).resolve() in [Path(trace).resolve() for trace in args.traces]:
+        raise ValueError(f"--output {args.output}: this is the trace itself; name another file")
     if is_for_training:
         _check_tables_path(args.output)
     cluster = _cluster(args.config)
     reader = cli_common.open_trace_arguments(args)
     with cli_common.Progress("reading", "token", args.num_tokens) as progress:
         tokens = read_tokens(reader, args.skip_tokens, args.num_tokens, progress)
-    notes = reader.notes
+    notes = [*reader.notes]
     if args.num_tokens < _FEW_TOKENS:
         notes.append(
-            f"--num-tokens {args.num_tokens}: few to fit from, the default is 4,096; judge this placement "
+            f"--num-tokens {args.num_tokens}: few to fit from, the default is {USUAL_TOKENS}; judge this placement "
             "on other tokens (ciera-evaluate-placement) before it is used"
         )
     for note in notes:
@@ -155,7 +172,8 @@ def _main(argv) -> int:
             progress=progress,
             for_shuffling=not args.rows_only,
         )
-        tables = fit_tables(tokens.top_indices, result.placement, num_workers)
+        needs_tables = is_for_training or args.report
+        tables = fit_tables(tokens.top_indices, result.placement, num_workers) if needs_tables else None
     write_placement(args.output, result.placement, args.format)
     if is_for_training:
         save_tables(_tables_path(args.output), tables, result.placement)

@@ -19,12 +19,12 @@ from placement.layer_fit import fit_layer, to_physical_map, uses_evidence
 from placement.prediction import rows_when_shuffled, window_of
 from placement.rows import contiguous_expert_to_rank, rank_load, ranks_per_token, rows_removed
 
+USUAL_TOKENS = 4096
 _CHANCE = 1e-3
 _STANDARD_ERRORS = 2.0
 _BLOCK_TOKENS = 64
 _LAYERS_ASKED = 12
 _SELECTIONS_OF_AN_EXPERT = 8
-_USUAL_TOKENS = 4096
 
 
 class NoGainError(ValueError):
@@ -155,7 +155,7 @@ def infer_num_experts(top_indices: np.ndarray) -> int:
             raise ValueError(
                 f"{top_indices.shape[1]} tokens select only {seen} different experts, the largest id is "
                 f"{num_experts - 1}: too few tokens to tell the number of experts by, let alone to fit from; give "
-                f"more (--num-tokens, by default {_USUAL_TOKENS})"
+                f"more (--num-tokens, by default {USUAL_TOKENS})"
             )
         if 2 * seen < num_experts:
             raise ValueError(
@@ -318,12 +318,9 @@ def _refuse_chance(layers, num_tokens: int) -> None:
     together = float(sigmas.sum() / np.sqrt(len(sigmas)))
     if any(layer.changed for layer in layers) and (sigmas.max() > best_wanted or together > -ndtri(_CHANCE)):
         return
-    more = max(_USUAL_TOKENS, 2 * num_tokens)
     raise NoGainError(
         f"no layer gains beyond chance from {num_tokens} tokens: on held-out tokens the best of {len(layers)} "
-        f"layers gains {sigmas.max():.1f} standard errors, wanted more than {best_wanted:.1f}. Nothing was "
-        f"written. Fit from more tokens (--num-tokens {more}; record more iterations, so that others are "
-        "left to judge it on). Where the gain does not grow with them, experts are selected together as often as "
-        "independent routing would: routing is forced to be balanced (--moe-router-force-load-balancing), data are "
-        "mocked (--mock-data), or training is at its very beginning"
+        f"layers gains {sigmas.max():.1f} standard errors, wanted more than {best_wanted:.1f}. Tokens are too few, "
+        "or experts are selected together as often as independent routing would: routing is forced to be balanced "
+        "(--moe-router-force-load-balancing), data are mocked (--mock-data), or training is at its very beginning"
     )

@@ -29,6 +29,15 @@ def save_tables(path, tables: list[LayerTables | None], placement: Placement) ->
     write_atomically(path, buffer.getvalue())
 
 
+def is_tables(path) -> bool:
+    """True when the file there was written by `save_tables`, in any version."""
+    try:
+        with np.load(path) as stored:
+            return "version" in stored.files
+    except (OSError, ValueError, EOFError, BadZipFile):
+        return False
+
+
 def load_tables(path, placement: Placement) -> list[LayerTables | None] | None:
     """Tables of a placement, one entry per stored layer; None when there is no such file.
 
@@ -45,9 +54,10 @@ def load_tables(path, placement: Placement) -> list[LayerTables | None] | None:
     version = arrays.get("version")
     if version != _VERSION:
         raise ValueError(
-            f"prediction tables {path}: version is {version}, this package reads {_VERSION}; fit the placement again"
+            f"prediction tables {path}: version is {version}, this package reads {_VERSION}; fit the placement "
+            "again, or remove them to evaluate rows and load alone"
         )
-    if arrays["placement"] != placement.digest:
+    if arrays.get("placement") != placement.digest:
         raise ValueError(
             f"prediction tables {path}: found those of another placement than {placement.path or 'this one'}, wanted "
             "those written by the same fit; copy both files together, or fit the placement again"

@@ -1,5 +1,6 @@
 """Comparing observed runs: equal is equal to the bit, and every kind of difference is found and named."""
 
+import argparse
 import json
 import shlex
 import sys
@@ -201,6 +202,9 @@ def test_a_checkpoint_of_another_schedule_has_a_way_out(capsys, command, setting
 
 
 def test_the_way_out_is_one_for_megatron():
+    from megatron.training.arguments import add_megatron_arguments
+
+    assert comparison_cli._KEEP_SCHEDULE in add_megatron_arguments(argparse.ArgumentParser()).format_usage()
     schedule(lr_decay_steps=40, use_checkpoint_opt_param_scheduler=True).load_state_dict(
         schedule().state_dict()
     )

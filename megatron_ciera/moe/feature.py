@@ -71,9 +71,9 @@ class MoEFeature(Feature):
             found = stored.read_stored(get_args())
             if found is None and self.run.load is not None and self._target is not None:
                 self.run.log(
-                    f"--load {self.run.load}: found no checkpoint, so training starts from random weights, under a "
-                    f"placement fitted for routers that had learned (--placement-file {self.config.placement_file}). "
-                    "--exit-on-missing-checkpoint stops such a run"
+                    f"--load {self.run.load}: found no checkpoint: training starts from random weights, under the "
+                    f"placement of --placement-file {self.config.placement_file}. If it was to go on from a "
+                    "checkpoint, correct --load (--exit-on-missing-checkpoint stops such a run)"
                 )
             if found is not None:
                 remainders = keeps_remainders(get_args())
@@ -139,8 +139,10 @@ class MoEFeature(Feature):
                 f"{sent} of {stock} rows sent ({removed:.1%} removed), forward dispatch"
             )
         if self.config.correlated_placement:
-            moved = len(self.placement.changed_layers({}))
-            done["--correlated-placement"] = f"experts moved in {moved} of {len(self._layer_ids)} layers"
+            placed = len(self.placement.changed_layers({}))
+            done["--correlated-placement"] = (
+                f"experts lie otherwise than contiguously in {placed} of {len(self._layer_ids)} layers"
+            )
         return done
 
     def without_effect(self) -> dict[str, str]:

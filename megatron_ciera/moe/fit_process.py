@@ -58,7 +58,7 @@ def solve(tokens: np.ndarray, held_out: np.ndarray, request: FitRequest) -> FitA
             for_shuffling=request.for_shuffling,
         )
     except NoGainError as error:
-        return FitAnswer([], [], [], str(error))
+        return FitAnswer([], [], [], f"{error}. --placement-fit-tokens sets their number")
     new = [layer.physical_to_logical_map for layer in placement.layers]
     return FitAnswer(
         maps=[map_.tolist() for map_ in new],

@@ -54,9 +54,9 @@ class RunLog:
         return sorted({i for source in self.losses.values() for series in source.values() for i in series})
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether the console log says so; False without one."""
-        return any("no GPU" in message for message in self.messages)
+    def on_cpu(self) -> bool | None:
+        """Whether the console log says so; None without a line of ours."""
+        return any("no GPU" in message for message in self.messages) if self.messages else None
 
     def of(self, metric: str) -> Series:
         """One metric; empty if it was not reported."""

@@ -29,7 +29,7 @@ def summarise(run: RunLog, baseline: RunLog | None) -> dict:
             "last": run.iterations[-1],
             "on_cpu": run.on_cpu,
         },
-        "baseline": baseline and {"files": [str(path) for path in baseline.files]},
+        "baseline": baseline and {"files": [str(path) for path in baseline.files], "on_cpu": baseline.on_cpu},
         "losses": baseline and _losses(run, baseline),
         "seconds_per_step": typical_seconds(run),
         "seconds_per_step_baseline": baseline and typical_seconds(baseline),
@@ -229,8 +229,9 @@ def _time_rows(found: dict) -> list[tuple[str, str, str]]:
     note = "median of the second half of the iterations"
     if other is not None:
         note = f"{mine / other:.2f} times the baseline's {other:.3f}; {note}"
-    if found["run"]["on_cpu"]:
-        note = f"on CPU, which says nothing about a GPU; {note}"
+    on_cpu = [name for name in ("run", "baseline") if found[name] and found[name]["on_cpu"]]
+    if on_cpu:
+        note = f"{' and '.join(on_cpu)} on CPU, which says nothing about a GPU; {note}"
     return [("seconds per step", f"{mine:.3f}", note)]
 
 

@@ -66,9 +66,10 @@ def test_a_placed_run_has_the_bits_of_the_contiguous_one(stock, run_a, maps):
 
 
 def test_a_run_whose_checkpoint_is_at_its_end_says_so(folder, train, stock):
-    run = train("at_its_end", "--load", folder / "plain")
+    run = train("at_its_end", "--load", folder / "plain", "--ciera", "--dedup-dispatch")
     said = "nothing was trained: the checkpoint is at iteration 3 and training ends at 3 (--train-iters)"
-    assert "Give --train-iters above 3" in run.output
+    assert "Raise --train-iters, or load an earlier checkpoint" in run.output
+    assert "had no effect" not in run.output and "bytes sent (ratio" not in run.output
     assert run.output.count(said) == 1 and not (folder / "at_its_end" / "iterations.jsonl").exists()
     assert "nothing was trained" not in stock.output
 
@@ -76,8 +77,7 @@ def test_a_run_whose_checkpoint_is_at_its_end_says_so(folder, train, stock):
 def test_a_placement_without_the_checkpoint_that_was_meant_is_said(folder, train, run_a, maps):
     run = train("no_checkpoint", *placed(folder, "a"), "--load", folder / "misspelled")
     assert (
-        run.output.count(f"--load {folder}/misspelled: found no checkpoint, so training starts from random")
-        == 1
+        run.output.count(f"--load {folder}/misspelled: found no checkpoint: training starts from random") == 1
     )
     assert "found no checkpoint" not in run_a.output
 

@@ -1,5 +1,6 @@
 """The two scripts as people call them: only JSON on stdout, one-line errors, files whole or absent."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -123,7 +124,8 @@ def test_errors_are_one_line_and_leave_no_file(npz, tmp_path, capsys, options, m
 def test_balanced_routing_writes_no_file(tmp_path, capsys):
     np.savez(tmp_path / "r.npz", top_indices=independent_routing(4, 4096))
     assert fit(tmp_path / "r.npz", "--expert-parallel-size", 4, "--output", tmp_path / "p.json") == 2
-    assert "no layer gains beyond chance" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no layer gains beyond chance" in said and "--num-tokens 8192, of a recording that leaves" in said
     assert not (tmp_path / "p.json").exists()
 
 
@@ -320,11 +322,26 @@ def test_an_output_never_takes_the_tables_of_another_placement(npz, tmp_path, ca
     tables = (tmp_path / "p.npz").read_bytes()
     capsys.readouterr()
     assert fit(*options, "--seed", 1, "--output", tmp_path / "p.txt") == 2
-    assert f"p.npz, where those of {tmp_path / 'p.json'} belong" in capsys.readouterr().err
+    assert f"p.npz, the place of those of {tmp_path / 'p.json'}, which" in capsys.readouterr().err
     assert not (tmp_path / "p.txt").exists()
     assert fit(*options, "--seed", 1, "--format", "tensorrt-llm", "--output", tmp_path / "p.yaml") == 0
     assert (tmp_path / "p.npz").read_bytes() == tables
     assert fit(*options, "--output", tmp_path / "p.json") == 0
+
+
+def test_an_output_never_takes_the_place_of_its_trace(npz, tmp_path, capsys):
+    recorded = npz.read_bytes()
+    options = ["--expert-parallel-size", 4, "--num-tokens", 2048]
+    for output, message in (("routing.json", "routing.npz, which holds something else"), ("routing.npz", "")):
+        with contextlib.suppress(SystemExit):
+            assert fit(npz, *options, "--output", tmp_path / output) == 2
+        assert message in capsys.readouterr().err
+    assert fit(npz, *options, "--format", "sglang", "--output", npz.with_suffix(".json")) == 0
+    assert npz.read_bytes() == recorded
+    dump = tmp_path / "dump.json"
+    dump.write_text("{}")
+    assert fit(dump, *options, "--output", dump) == 2
+    assert "this is the trace itself" in capsys.readouterr().err and dump.read_text() == "{}"
 
 
 def test_swapped_arguments_and_files_beside_the_placement_are_named(npz, tmp_path, capsys):
@@ -367,5 +384,7 @@ def test_layers_that_lose_on_other_tokens_are_named(npz, tmp_path, capsys):
     capsys.readouterr()
     assert evaluate(tmp_path / "p.json", tmp_path / "moved.npz") == 0
     assert "note: layer 1: fewer rows removed than with contiguous experts" in capsys.readouterr().out
-    assert evaluate(tmp_path / "p.json", npz, "--skip-tokens", 2048) == 0
-    assert "fewer rows removed than" not in capsys.readouterr().out
+    few = ["--skip-tokens", 2048, "--num-tokens", 4]  # too few to say so
+    for trace, options in ((npz, few[:2]), (tmp_path / "moved.npz", few)):
+        assert evaluate(tmp_path / "p.json", trace, *options) == 0
+        assert "fewer rows removed than" not in capsys.readouterr().out

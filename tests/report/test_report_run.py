@@ -164,17 +164,23 @@ def test_a_run_with_one_feature_has_its_sections_only(runs, report, tmp_path):
     assert found["ciera"] is None and not {"Parameter gather", "Decisions of selection"} & set(headings(page))
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("on_cpu", ["run and baseline", "run", "baseline", ""])
 def test_times_of_a_cpu_are_said_to_be_such(runs, tmp_path, capsys, on_cpu):
-    lines = (runs / "stock" / "log.txt").read_text().splitlines(keepends=True)
-    log = tmp_path / "run.log"
-    log.write_text("".join(line for line in lines if on_cpu or "no GPU" not in line))
-    words = [str(log), "--baseline", str(runs / "ours" / "log.txt"), "--output", str(tmp_path / "page.html")]
-    assert cli.main(words) == 0
+    for name, folder in (("run", "stock"), ("baseline", "ours")):
+        lines = (runs / folder / "log.txt").read_text().splitlines(keepends=True)
+        kept = [line for line in lines if name in on_cpu or "no GPU" not in line]
+        (tmp_path / f"{name}.log").write_text("".join(kept))
+    words = ["run.log", "--baseline", "baseline.log", "--output", "page.html"]
+    assert cli.main([str(tmp_path / word) if "." in word else word for word in words]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "seconds per step" in line]
     page = (tmp_path / "page.html").read_text()
-    assert ("on CPU, which says nothing about a GPU" in line) == on_cpu
-    assert ("its times say nothing about GPUs" in page) == on_cpu
+    assert (f" {on_cpu} on CPU, which says nothing about a GPU" in line) == bool(on_cpu)
+    assert ("its times say nothing about GPUs" in page) == ("run" in on_cpu)
+
+
+def test_whether_a_run_was_on_cpu_is_not_known_without_its_console(runs, tmp_path, report):
+    found, _ = report(runs / "ours" / "iterations.jsonl")
+    assert found["run"]["on_cpu"] is None and report(runs / "ours" / "log.txt")[0]["run"]["on_cpu"] is True
 
 
 def test_differences_are_measured_and_drawn(runs, report, tmp_path):
