@@ -22,7 +22,7 @@ _BYTES_PER_VALUE = 2
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#1c2128}"
     "table{border-collapse:collapse}td,th{padding:.15rem .8rem;text-align:right;border-bottom:1px solid #ddd}"
-    "td:first-child,th:first-child{text-align:left}img{max-width:100%}"
+    "td:first-child,th:first-child{text-align:left;white-space:nowrap}img{max-width:100%}"
 )
 
 
@@ -151,6 +151,8 @@ def _traffic_section(top_indices, placement: Placement) -> str:
     for axis, traffic, title in zip(axes, (before, after), ("contiguous", "placed"), strict=True):
         image = axis.imshow(traffic / 1e3, vmin=0, vmax=max(before.max(), after.max()) / 1e3, cmap="magma")
         axis.set(title=title, xlabel="to rank", ylabel="from rank")
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.get_major_locator().set_params(integer=True)
         figure.colorbar(image, ax=axis, label="thousand rows")
     return (
         f"<h2>Traffic between ranks</h2><p>All layers.</p>{figure_to_html(figure, 'traffic between ranks')}"

@@ -102,6 +102,7 @@ def _bytes(plan: Plan) -> str:
                 range(plan.train_iterations + 1, plan.last_iteration + 1), values, where="mid", label=label
             )
         axes.set_xlabel("iteration")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("MB, all ranks")
         axes.set_ylim(bottom=0)
         axes.legend()

@@ -13,7 +13,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 h1 { font-size: 1.5rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin-top: 2rem } h3 { font-size: 1rem }
 .wide { overflow-x: auto } table { border-collapse: collapse }
 td, th { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top }
-td { font-variant-numeric: tabular-nums } td:last-child { overflow-wrap: anywhere }
+td { font-variant-numeric: tabular-nums } td:last-child { overflow-wrap: anywhere; min-width: 9rem }
+.numbers td:last-child { min-width: 0 }
 .numbers td, td:first-child, td:nth-child(2):not(:last-child) { white-space: nowrap }
 @media (max-width: 40rem) { td:first-child { white-space: normal; overflow-wrap: normal } }
 .numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right }
