@@ -62,25 +62,19 @@ def compare(first: Path, second: Path) -> Difference:
     )
 
 
-def effect(first: Path, second: Path, flags: Sequence[str]) -> dict[str, str]:
-    """Flags of the second observed run, and what they did.
+def effects(first: Path, second: Path, flags: Sequence[str]) -> dict[str, dict[str, str]]:
+    """As "effect": flags of the second observed run and what they did; "without_effect": those that did nothing, why.
 
-    Those of both runs are not what is compared, unless they are among `flags`.
+    Flags of both runs are not what is compared, unless they are among `flags`.
     """
-    return _of_compared("effect", first, second, flags)
-
-
-def without_effect(first: Path, second: Path, flags: Sequence[str]) -> dict[str, str]:
-    """Flags that changed nothing in the second observed run, and why; otherwise as in `effect`."""
-    return _of_compared("without_effect", first, second, flags)
-
-
-def _of_compared(kind: str, first: Path, second: Path, flags: Sequence[str]) -> dict[str, str]:
-    a, b = (observe.read_iterations(path)[-1].get(kind, {}) for path in (first, second))
+    a, b = (observe.read_iterations(path)[-1] for path in (first, second))
     return {
-        flag: text
-        for flag, text in b.items()
-        if flag not in a or any(word.startswith(flag) for word in flags)
+        kind: {
+            flag: text
+            for flag, text in b.get(kind, {}).items()
+            if flag not in a.get(kind, {}) or any(word.startswith(flag) for word in flags)
+        }
+        for kind in ("effect", "without_effect")
     }
 
 

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_ciera import observe
-from megatron_ciera.comparison import compare, effect, observe_run, without_effect
+from megatron_ciera.comparison import compare, effects, observe_run
 from megatron_ciera.errors import output_folder
 from megatron_ciera.install import DISABLE
 from placement.cli_common import positive_int
@@ -128,15 +128,15 @@ def _compare(options, folder: Path) -> int:
         results = {"comparison": compare(folder / "without", folder / "with").as_dict()}
         if options.stock_twice:
             results["stock_twice"] = compare(folder / "again", folder / "without").as_dict()
-        both = folder / "without", folder / "with"
-        done, idle = effect(*both, options.flags), without_effect(*both, options.flags)
+        of_flags = effects(folder / "without", folder / "with", options.flags)
     except (ValueError, OSError) as error:
         print(f"error: the runs cannot be compared: {error}", file=sys.stderr)
         return 2
+    done, idle = of_flags["effect"], of_flags["without_effect"]
     equal = all(found["equal"] for found in results.values())
     if options.json:
         flags = {"with": shlex.join(options.flags), "command": options.command}
-        print(json.dumps({**flags, "effect": done, "without_effect": idle, **results}))
+        print(json.dumps({**flags, **of_flags, **results}))
     elif not (equal and idle):
         for name, found in results.items():
             print(f"{name}: {_sentence(found)}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from placement.megatron_trace import short
 from placement.trace import open_trace
 
 
@@ -171,13 +172,11 @@ def _program() -> str:
 
 
 def of_ranks(ranks) -> str:
-    """ " of ranks 0-3" for tables: ranks that a trace lacks at its end show nowhere else."""
+    """Which ranks a trace is of, for tables: those that it lacks at its end show nowhere else."""
     if not ranks:
         return ""
     whole = len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    names = (
-        f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
-    )
+    names = f"{ranks[0]}-{ranks[-1]}" if whole else short(ranks)
     return f" of rank{'s' if len(ranks) > 1 else ''} {names}"
 
 

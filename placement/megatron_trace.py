@@ -75,7 +75,7 @@ class MegatronTrace:
         if missing and (self.stages > 1 or not some_ranks_only):
             alone = "" if self.stages > 1 else "; to read the others alone, name their files"
             raise ValueError(
-                f"trace {self.source}: no router_trace_rank{missing[0]}.jsonl (ranks missing: {_short(missing)}), "
+                f"trace {self.source}: no router_trace_rank{missing[0]}.jsonl (ranks missing: {short(missing)}), "
                 f"wanted every rank from 0 to {ranks[-1]}; copy the files of all nodes, or record again{alone}"
             )
         if self.stages == 1:
@@ -254,7 +254,7 @@ class MegatronTrace:
             stages += [np.stack(layers)] if layers else []
         if self.stage_check.add(stages):
             raise ValueError(
-                f"trace {self.source}: --pipeline-model-parallel-size {self.stages} makes ranks {_short(ranks)} "
+                f"trace {self.source}: --pipeline-model-parallel-size {self.stages} makes ranks {short(ranks)} "
                 "stages of one pipeline, but they do not route the same tokens: equal positions depend on each "
                 "other inside a rank and not between them. Give the size of the traced run (1 when each rank "
                 "ran all layers)"
@@ -343,7 +343,8 @@ def _key_order(key):
     return block, -1 if mtp_idx is None else mtp_idx, layer
 
 
-def _short(ranks) -> str:
+def short(ranks) -> str:
+    """The first eight of them."""
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 

@@ -13,6 +13,7 @@ from placement.file import Placement, write_atomically
 from placement.prediction import LayerTables
 
 _VERSION = 2
+_DAMAGED = (OSError, ValueError, EOFError, BadZipFile, TypeError)  # a lone array is no archive: TypeError
 
 
 def save_tables(path, tables: list[LayerTables | None], placement: Placement) -> None:
@@ -34,7 +35,7 @@ def is_tables(path) -> bool:
     try:
         with np.load(path) as stored:
             return "version" in stored.files
-    except (OSError, ValueError, EOFError, BadZipFile):
+    except _DAMAGED:
         return False
 
 
@@ -49,7 +50,7 @@ def load_tables(path, placement: Placement) -> list[LayerTables | None] | None:
     try:
         with np.load(path) as stored:
             arrays = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
+    except _DAMAGED as error:
         raise ValueError(f"prediction tables {path}: damaged ({error}); fit the placement again") from None
     version = arrays.get("version")
     if version != _VERSION:

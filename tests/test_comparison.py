@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ciera import comparison_cli
-from megatron_ciera.comparison import compare, effect, observe_run, without_effect
+from megatron_ciera.comparison import compare, effects, observe_run
 
 
 def run(folder, losses=(1.0, 0.5), norms=(2.0, 1.5), digests=("aa", "bb"), first=1):
@@ -71,7 +71,7 @@ def test_what_an_earlier_run_observed_is_not_taken_for_this_one(tmp_path):
 IDLE = {"--ciera": "in the warm-up", "--correlated-placement": "no fit"}
 
 
-@pytest.mark.parametrize("read", [effect, without_effect])
+@pytest.mark.parametrize("kind", ["effect", "without_effect"])
 @pytest.mark.parametrize(
     "first, second, flags, found",
     [
@@ -82,13 +82,13 @@ IDLE = {"--ciera": "in the warm-up", "--correlated-placement": "no fit"}
         (("--ciera",), ("--ciera",), "--ciera-codec delta", {"--ciera"}),
     ],
 )
-def test_what_flags_did_or_did_not(tmp_path, read, first, second, flags, found):
+def test_what_flags_did_or_did_not(tmp_path, kind, first, second, flags, found):
     folders = [run(tmp_path / name) for name in "ab"]
     for folder, idle in zip(folders, (first, second), strict=True):
         *before, last = (folder / "iterations.jsonl").read_text().splitlines()
-        last = json.loads(last) | {read.__name__: {flag: IDLE[flag] for flag in idle}}
+        last = json.loads(last) | {kind: {flag: IDLE[flag] for flag in idle}}
         (folder / "iterations.jsonl").write_text("\n".join([*before, json.dumps(last)]))
-    assert read(*folders, flags.split()) == {flag: IDLE[flag] for flag in found}
+    assert effects(*folders, flags.split())[kind] == {flag: IDLE[flag] for flag in found}
 
 
 # What `comparison_cli` runs here: it writes what an observed run would, as its flags ask for.

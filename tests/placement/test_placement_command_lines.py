@@ -338,6 +338,10 @@ def test_an_output_never_takes_the_place_of_its_trace(npz, tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert fit(npz, *options, "--format", "sglang", "--output", npz.with_suffix(".json")) == 0
     assert npz.read_bytes() == recorded
+    with open(tmp_path / "lone.npz", "wb") as file:
+        np.save(file, np.zeros(3))
+    assert fit(npz, *options, "--output", tmp_path / "lone.json") == 2
+    assert "lone.npz, which holds something else" in capsys.readouterr().err
     dump = tmp_path / "dump.json"
     dump.write_text("{}")
     assert fit(dump, *options, "--output", dump) == 2
